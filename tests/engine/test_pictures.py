@@ -34,6 +34,7 @@ from tests.engine.vision_models import (
     FAMILIES,
     PLACEHOLDER,
     QUICK,
+    TRAINED,
     Part,
     VisionFamily,
     model_input,
@@ -87,7 +88,7 @@ def base(service: ServiceClient, family: VisionFamily) -> SamplingClient:
 
 @pytest.fixture(scope="module")
 def client(service: ServiceClient, family: VisionFamily) -> TrainingClient:
-    return make_training_client(service, family.path)
+    return make_training_client(service, family.path, **TRAINED.get(family.name, {}))
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +100,9 @@ def sampler(client: TrainingClient) -> SamplingClient:
 def peft(family: VisionFamily, client: TrainingClient, home: Any) -> Any:
     """transformers' model in float64 with the client's adapter, loaded by PEFT."""
     saved = CheckpointPath.parse(client.save_weights_for_sampler("for-peft").result().path)
-    model = AutoModelForImageTextToText.from_pretrained(family.path, dtype=torch.float64, attn_implementation="eager")
+    model = AutoModelForImageTextToText.from_pretrained(
+        family.path, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+    )
     adapted: Any = PeftModel.from_pretrained(model, str(saved.folder(home)), is_trainable=True)
     return adapted.double().eval()
 

@@ -20,10 +20,13 @@ from transformers import (
     Gemma4ImageProcessorPil,
     PretrainedConfig,
     Qwen2_5_VLConfig,
+    Qwen2VLConfig,
     Qwen2VLImageProcessorPil,
     Qwen3_5Config,
+    Qwen3_5MoeConfig,
     Qwen3VLConfig,
     Qwen3VLModel,
+    Qwen3VLMoeConfig,
 )
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
@@ -70,6 +73,27 @@ def _qwen(**of_tower: Any) -> dict[str, Any]:
     return {**_IDS, "text_config": {**_TEXT, "rope_parameters": _AXES}, "vision_config": {**_QWEN_TOWER, **of_tower}}
 
 
+def _gemma4(text: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "image_token_id": PLACEHOLDER,
+        "boi_token_id": BEGIN,
+        "eoi_token_id": END,
+        "text_config": text,
+        "vision_config": {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 8,
+            "patch_size": 4,
+            "pooling_kernel_size": 2,
+            "position_embedding_size": 64,
+        },
+        "audio_config": None,
+    }
+
+
 _DELTA = {
     "layer_types": ["linear_attention", "full_attention"],
     "linear_num_key_heads": 2,
@@ -77,6 +101,17 @@ _DELTA = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
     "rope_parameters": {**_AXES, "partial_rotary_factor": 1.0},
+}
+
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_GEMMA4 = {
+    **_TEXT,
+    **_LAYERS,
+    "use_bidirectional_attention": "vision",
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 1536,
+    "num_kv_shared_layers": 0,
+    "global_head_dim": 8,
 }
 
 CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
@@ -100,37 +135,48 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
             "vision_config": _SIGLIP,
         },
     ),
-    "gemma4": (
-        Gemma4Config,
+    "gemma4": (Gemma4Config, _gemma4(_GEMMA4)),
+    "gemma4_causal": (Gemma4Config, _gemma4({**_GEMMA4, "use_bidirectional_attention": None})),
+    "qwen2_vl": (
+        Qwen2VLConfig,
         {
-            "image_token_id": PLACEHOLDER,
-            "boi_token_id": BEGIN,
-            "eoi_token_id": END,
+            **_IDS,
+            "text_config": {**_TEXT, "rope_parameters": _AXES},
+            "vision_config": {
+                "depth": 2,
+                "embed_dim": 32,
+                "hidden_size": 32,
+                "num_heads": 4,
+                "mlp_ratio": 2,
+                "patch_size": 4,
+                "initializer_range": 0.2,
+            },
+        },
+    ),
+    "qwen3_vl_moe": (
+        Qwen3VLMoeConfig,
+        {
+            **_qwen(num_position_embeddings=16, deepstack_visual_indexes=[0]),
+            "text_config": {**_TEXT, **_EXPERTS, "rope_parameters": _AXES, "num_experts": 4},
+        },
+    ),
+    "qwen3_5_moe": (
+        Qwen3_5MoeConfig,
+        {
+            **_qwen(num_position_embeddings=16),
             "text_config": {
                 **_TEXT,
-                **_LAYERS,
-                "use_bidirectional_attention": "vision",
-                "hidden_size_per_layer_input": 8,
-                "vocab_size_per_layer_input": 1536,
-                "num_kv_shared_layers": 0,
-                "global_head_dim": 8,
+                **_DELTA,
+                **_EXPERTS,
+                "num_experts": 4,
+                "shared_expert_intermediate_size": 24,
             },
-            "vision_config": {
-                "hidden_size": 32,
-                "intermediate_size": 48,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 4,
-                "head_dim": 8,
-                "patch_size": 4,
-                "pooling_kernel_size": 2,
-                "position_embedding_size": 64,
-            },
-            "audio_config": None,
         },
     ),
 }
 FAMILIES = [*CONFIGS]
+TRAINED: dict[str, dict[str, Any]] = {"qwen3_vl_moe": {"train_mlp": False}, "qwen3_5_moe": {"expert_lora": "frozen"}}
+"""What of a model trains, where not all does: gradients of routed experts are those of test_expert_lora.py."""
 QUICK = ("qwen3_vl", "gemma3")
 """In `make test`: positions of three axes with features in several layers, and pictures that see both ways."""
 
@@ -138,7 +184,7 @@ QUICK = ("qwen3_vl", "gemma3")
 def _processor(family: str) -> Any:
     if family == "gemma3":
         return Gemma3ImageProcessorPil(size={"height": 32, "width": 32})
-    if family == "gemma4":
+    if family.startswith("gemma4"):
         return Gemma4ImageProcessorPil(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70)
     return Qwen2VLImageProcessorPil(
         patch_size=4, merge_size=2, temporal_patch_size=2, size={"shortest_edge": 64, "longest_edge": 4096}
@@ -194,7 +240,7 @@ class VisionReference:
 
     def __init__(self, path: str):
         self.model: Any = AutoModelForImageTextToText.from_pretrained(
-            path, dtype=torch.float64, attn_implementation="eager"
+            path, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
         ).requires_grad_(False)
         self.processor: Any = AutoImageProcessor.from_pretrained(path, backend="pil")
         self.family: str = self.model.config.model_type
