@@ -17,13 +17,24 @@ import tinker
 import torch
 
 from tests.engine.helpers import cross_entropy_datum, policy_datum, prompt
-from tinker_local_backend import LocalBackendError, SamplingClient, ServiceClient, TrainingClient, serve_as_replica
+from tests.engine.vision_models import model_input, png
+from tinker_local_backend import (
+    LocalBackendError,
+    RequestError,
+    SamplingClient,
+    ServiceClient,
+    TrainingClient,
+    serve_as_replica,
+)
 from tinker_local_backend.errors import ReplicaError
 from tinker_local_backend.replicas import group
 from tinker_local_backend.replicas.launch import rank
 
 MODEL = "example_data/tiny_chat"
 STEP = tinker.AdamParams(learning_rate=1e-4, eps=1e-6)
+SEES = "example_data/tiny_vision"
+PICTURES = (9, 3, 20, 6, 4)
+"""Tokens behind the picture of each datum; two in a row have the same picture."""
 PASSES = ((5, 40, 12), (9,), (3, 3, 30, 8, 21))
 """Lengths of the datums of each step: uneven, fewer than ranks, many."""
 
@@ -120,6 +131,35 @@ def _calls() -> dict[str, Any]:
     return {"unexpected": error, "kept": (during - before, joined.run(kept)[1] - before)}
 
 
+def _picture(seed: int) -> tinker.types.ImageChunk:
+    return tinker.types.ImageChunk(data=png(64, 48, seed), format="png", expected_tokens=12)
+
+
+def _seen(service: ServiceClient) -> Any:
+    """What is trained on and sampled about pictures, some of which several ranks need; or the refusal."""
+    client = service.create_lora_training_client(SEES, rank=4, seed=0).result()
+    prompts = [model_input([[1, 2, 3 + i], _picture(i // 2), [*range(5, 5 + n)]]) for i, n in enumerate(PICTURES)]
+    data = []
+    for shown in prompts:
+        length = shown.length
+        targets, weights = np.arange(length) % 100, np.ones(length, np.float32)
+        tensors = {"target_tokens": targets, "weights": weights}
+        inputs = {key: tinker.TensorData.from_numpy(value) for key, value in tensors.items()}
+        data.append(tinker.Datum(model_input=shown, loss_fn_inputs=inputs))
+    try:
+        trained = _plain(client.forward_backward(data, "cross_entropy").result())
+    except RequestError as error:
+        return str(error)
+    norm = client.optim_step(STEP).result().metrics
+    snapshot = client.save_weights_and_get_sampling_client().result()
+    asked = [
+        snapshot.sample(shown, 2, tinker.SamplingParams(max_tokens=5, seed=i, stop=[]))
+        for i, shown in enumerate(prompts)
+    ]
+    sampled = [s for future in asked for s in future.result().sequences]
+    return trained, norm, [list(s.tokens) for s in sampled], [s.logprobs for s in sampled]
+
+
 def run(service: ServiceClient) -> tuple[TrainingClient, dict[str, Any]]:
     """Everything, and what came of it."""
     client = service.create_lora_training_client(MODEL, rank=4, seed=0).result()
@@ -146,6 +186,7 @@ def run(service: ServiceClient) -> tuple[TrainingClient, dict[str, Any]]:
     saved = service.create_sampling_client(model_path=path)
     asked = [saved.compute_logprobs(prompt([7, 8, 9, 10 + i])) for i in range(3)]
     results["scored"] = [future.result()[1:] for future in asked]
+    results["pictures"] = _seen(service)
     return client, results
 
 

@@ -107,6 +107,19 @@ def test_snapshots_and_checkpoints_are_sampled_on_all_ranks(pair: Any, alone: di
 
 
 @pytest.mark.distributed
+def test_pictures_are_seen_on_all_ranks(pair: Any, alone: dict[str, Any]) -> None:
+    """Each rank decodes and encodes those that it needs; where ranks divide the model, none does."""
+    if isinstance(pair[0]["pictures"], str):
+        assert "which a base model that processes divide does not take; use one process" in pair[0]["pictures"]
+        return
+    *numbers, tokens, logprobs = pair[0]["pictures"]
+    *expected, tokens_alone, logprobs_alone = alone["pictures"]
+    _assert_close(numbers, expected, "pictures")
+    assert tokens == tokens_alone and any(tokens)
+    _assert_close(logprobs, logprobs_alone, "pictures.sampled", close=AFTER_STEPS)
+
+
+@pytest.mark.distributed
 def test_errors_name_the_datum_of_the_call_on_whichever_rank_it_is(pair: Any, alone: dict[str, Any]) -> None:
     assert [error[0] for error in alone["errors"]] == ["RequestError", "NonFiniteError", "RequestError", "RequestError"]
     assert pair[0]["errors"] == alone["errors"]
