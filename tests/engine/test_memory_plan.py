@@ -2,6 +2,7 @@
 
 import gc
 import logging
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.engine.helpers import assert_close, cross_entropy_datum, drop_gradients, gradients, near
+from tests.engine.vision_models import needs_pictures, write_vision_model
 from tinker_local_backend import TrainingClient
 from tinker_local_backend.engine.cuda.adapter_slots import SLOTS
 from tinker_local_backend.engine.engine import Engine
@@ -33,7 +35,7 @@ SIZES = {name: size_of(name, rank=32) for name in MODELS}
 def taken(plan: MemoryPlan) -> int:
     """All shares, and what the allocator loses."""
     shares = plan.adapter, plan.snapshots, plan.slots, plan.graphs, plan.logits, plan.size.largest, plan.cache
-    return sum(shares) + int(plan.activations / (1 - memory_plan.LOST))
+    return sum(shares) + plan.size.pictures + int(plan.activations / (1 - memory_plan.LOST))
 
 
 @pytest.mark.parametrize("gib", CARDS)
@@ -164,6 +166,19 @@ def test_the_cache_of_a_loaded_model_is_that_of_its_plan(tied_model: str, monkey
     assert Engine.default_kv_tokens(model) == model.context_length * MAX_RUNNING < plan.kv_tokens, "more is of no use"
     model.context_length = 1 << 20
     assert Engine.default_kv_tokens(model) == plan.kv_tokens
+
+
+@needs_pictures
+def test_a_model_that_sees_leaves_room_for_what_it_keeps_of_pictures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = pretended(write_vision_model("qwen3_vl", tmp_path))
+    Card(monkeypatch, total=24 * GIB, free=GIB)
+    seeing = memory_plan.of_model(model)
+    model.vision = None
+    blind = memory_plan.of_model(model)
+    assert seeing.size.pictures == 256 << 20 and blind.size.pictures == 0
+    assert seeing.cache < blind.cache and free_bytes_match(seeing, GIB) and free_bytes_match(blind, GIB)
 
 
 def free_bytes_match(plan: MemoryPlan, free: int) -> bool:

@@ -181,6 +181,8 @@ class Footprint:
     adapter: int
     """numbers of its matrices"""
     vocabulary: int
+    pictures: int = 0
+    """embeddings of pictures that are kept"""
 
 
 def footprint(model: Any, quantization: str | None, rank: int, fused: bool = True) -> Footprint:

@@ -1,8 +1,9 @@
 """How a GPU's memory is divided: one plan for the engine and for `python -m tinker_local_backend.plan`.
 
 Beside the weights there are, in the order in which they are served: an adapter in training with its gradient and moments, its
-snapshots, the slots of adapters in captured steps, the memory of those steps, and buffers of logits. The rest is divided between
-the KV cache, which is allocated once, and the activations of a training pass, which take what is free when it comes.
+snapshots, the slots of adapters in captured steps, the memory of those steps, buffers of logits, and embeddings of pictures. The
+rest is divided between the KV cache, which is allocated once, and the activations of a training pass, which take what is free
+when it comes.
 
 These two are served in turns: a cache that holds some sequences, a pass that keeps the device busy, a cache that holds a batch, a
 pass beyond which no larger one is faster, and the cache gets the rest. Where no such pass fits, layers are recomputed.
@@ -24,6 +25,7 @@ from tinker_local_backend.engine.model.memory import (
     cuda_memory,
     free_cuda_memory,
 )
+from tinker_local_backend.engine.model.vision import FEATURE_BYTES
 
 RANK = 32
 """of the adapter that a plan makes room for before any is made"""
@@ -118,7 +120,7 @@ def divide(free: int, card: int, size: Footprint) -> MemoryPlan:
     """Divide the `free` bytes beside the weights of a model on a GPU that has `card` bytes."""
     adapter, snapshots = size.adapter * BYTES_OF_TRAINED, SNAPSHOTS * size.adapter * BYTES_OF_SERVED
     slots, logits = SLOTS * size.adapter * BYTES_OF_SERVED, BYTES_OF_LOGIT * chunk_elements(card)
-    rest = free - adapter - snapshots - slots - logits - size.largest
+    rest = free - adapter - snapshots - slots - logits - size.largest - size.pictures
     # A small card has a small cache, and so fewer rows.
     graphs = max(0, min(GRAPH_ROWS * size.vocabulary * GRAPH_BYTES_OF_LOGIT, rest // 16))
     rest -= graphs
@@ -158,6 +160,7 @@ def of_model(model: BaseModel) -> MemoryPlan:
         recomputed_token=sizes.with_recomputation,
         adapter=RANK * sum(widths.values()),
         vocabulary=model.vocab_size,
+        pictures=0 if model.vision is None else FEATURE_BYTES,
     )
     return divide(free_cuda_memory(model.device), cuda_memory(model.device), size)
 
