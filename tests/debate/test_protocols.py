@@ -163,6 +163,15 @@ class TestOneAnswer:
         assert group.metrics_G[0]["debate/judge_accuracy"] == 0.0  # the judge found for A
 
 
+@pytest.mark.parametrize(("answer", "reward"), [(WRONG, 1.0), (RIGHT, 0.0)])
+def test_a_critic_that_wins_has_the_reward_of_being_right(answer: str, reward: float) -> None:
+    """Under rs_grpo, which the judge's verdict alone does not reward."""
+    config = ProtocolConfig(name="proposer_critic", order="sequential", rounds=1)
+    group, _ = play(config, [[answer, "I stay"], ["It is wrong"]], JudgeByIndex((Winner.B,)))
+    assert group.is_trained() == [False, True]
+    assert [transition.reward for transition in group.trajectories_G[1].transitions] == [reward]
+
+
 class TestMeasured:
     def test_other_views_and_judges_are_asked_and_train_nothing(self) -> None:
         dialogue = make_dialogue(get_task("qa"), RENDERER)

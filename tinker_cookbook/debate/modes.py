@@ -88,7 +88,8 @@ class Mode(TrainingMode):
         if self.by_turn:
             return [of_answer if turn.kind == "answer" else of_rest for turn in turns]
         rewards = [of_answer if turn.kind == "answer" else 0.0 for turn in turns]
-        rewards[-1] += of_rest
+        answers = any(turn.kind == "answer" for turn in turns)
+        rewards[-1] += of_rest if answers else of_answer + of_rest  # a critic gives none
         return rewards
 
     def is_trained(self, transcript: Transcript, seat: Seat) -> bool:

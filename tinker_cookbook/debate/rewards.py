@@ -52,8 +52,12 @@ def win(transcript: Transcript, seat: Seat) -> float:
 
 
 def task(transcript: Transcript, seat: Seat) -> float:
-    """The task's reward of the seat's answer, as if there had been no debate; 0 if the answer is not the policy's."""
+    """The task's reward of the seat's answer, as if there had been no debate; 0 if the answer is not the policy's. A critic
+    has no answer: 1 if the task says that the one it objects to is wrong, else 0.
+    """
     answer = transcript.answer(seat)
+    if transcript.role(seat) == "critic":
+        return float(bool(transcript.correct(seat)))
     return transcript.scores[seat].reward if answer is not None and answer.is_sampled else 0.0
 
 
