@@ -25,8 +25,9 @@ from tinker_cookbook.debate.dataset import Debates, Oversight
 from tinker_cookbook.debate.env import DebateGroupBuilder
 from tinker_cookbook.debate.judges import JUDGES, JudgeConfig, StepJudgeConfig
 from tinker_cookbook.debate.modes import MODES, get_mode
-from tinker_cookbook.debate.oversight import OVERSIGHT_ADVANTAGE, WITH_STEPS
-from tinker_cookbook.debate.protocols import OVERSIGHT, PROTOCOLS, SPOKEN, ProtocolConfig, ProtocolName
+from tinker_cookbook.debate.oversight import OVERSIGHT_ADVANTAGE
+from tinker_cookbook.debate.protocols import PROTOCOLS, SPOKEN, ProtocolConfig
+from tinker_cookbook.debate.signals import SIGNALS
 from tinker_cookbook.endpoints import EndpointConfig, LikelyToken
 from tinker_cookbook.env.dataset import DatasetBuilder
 from tinker_cookbook.exceptions import ConfigurationError
@@ -237,10 +238,8 @@ class ChecksSteps(MessageCompleter):
 
 
 @pytest.mark.parametrize("judge", ["key", "lm", "endpoint"])
-@pytest.mark.parametrize("protocol", OVERSIGHT)
-def test_each_judge_of_a_step_with_each_protocol(
-    protocol: ProtocolName, judge: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("protocol", SIGNALS)
+def test_each_judge_of_a_step_with_each_signal(protocol: str, judge: str, monkeypatch: pytest.MonkeyPatch) -> None:
     service = FakeServiceClient(step_verdict_of)
     monkeypatch.setattr(backends, "create_service_client", lambda *_: service)
     monkeypatch.setattr(EndpointConfig, "open", lambda *_: ChecksSteps())
@@ -263,15 +262,18 @@ def test_each_judge_of_a_step_with_each_protocol(
         return await do_group_rollout(builder, ScriptedCompleter(spoken))
 
     group = asyncio.run(play_one())
-    turns = 2 if protocol in SPOKEN else 1
+    signal = SIGNALS[protocol]
+    turns = 2 if signal.protocol in SPOKEN else 1
     assert [len(trajectory.transitions) for trajectory in group.trajectories_G] == [turns] * 4
     accepted = [record.content["accepted"] for record in group.records]
-    if protocol != "debate":  # where a member also needs the verdict on the answer that it objects to
+    if signal.protocol != "debate":  # where a member also needs the verdict on the answer that it objects to
         assert group.is_trained() == [verdict is not None for verdict in accepted]
     words = [record.content["judge"] for record in group.records if record.content["checked_step"] is not None]
     assert all(word is not None for word in words) if judge != "key" else not any(words)
-    assert bool(words) == (protocol in WITH_STEPS)
+    assert bool(words) == signal.has_judge
     data, _ = assemble_training_data([group], compute_advantages([group], OVERSIGHT_ADVANTAGE))
-    if protocol == "direct":  # chance may look at steps that hold alone
+    if protocol == "format" or (
+        signal.has_judge and not signal.named
+    ):  # all have the form; chance may look at steps that hold
         return
     assert {float(value) for datum in data for value in datum.loss_fn_inputs["advantages"].tolist()} - {0.0}

@@ -16,7 +16,6 @@ from tinker_cookbook.debate.env import DebateGroupBuilder
 from tinker_cookbook.debate.judges import FunctionJudge, Judge, KeyJudge, LMJudge
 from tinker_cookbook.debate.oversight import OversightProtocol
 from tinker_cookbook.debate.prompts import CHECK_SYSTEM
-from tinker_cookbook.debate.protocols import ProtocolName
 from tinker_cookbook.debate.views import DebateView, Verdict, Winner
 from tinker_cookbook.env.tasks import get_task
 from tinker_cookbook.exceptions import ConfigurationError
@@ -48,7 +47,7 @@ def claim_of(name: str) -> str:
 
 
 def play(
-    name: ProtocolName, members: Sequence[Sequence[str]], judge: Judge | None = None, key: tuple[int, int] = (0, 0)
+    name: str, members: Sequence[Sequence[str]], judge: Judge | None = None, key: tuple[int, int] = (0, 0)
 ) -> tuple[TrajectoryGroup, ScriptedCompleter]:
     protocol = OversightProtocol.make(name, get_task("collatz"), RENDERER, judge or KeyJudge())
     builder = DebateGroupBuilder(protocol, ITEM, len(members) // protocol.config.num_speakers, key)
@@ -108,6 +107,71 @@ class TestDebate:
             assert len(set(values[:first])) == len(set(values[first:])) == 1
             found.append((float(values[0]), float(values[first])))
         assert found == [(0.25, 0.75), (-0.75, -0.25), (0.25, -0.25), (0.25, -0.25)]
+
+
+class TestControls:
+    """One part of a debate, or of direct judging, is another."""
+
+    TURNS = ((RIGHT, "c is wrong."), (WRONG, "b is wrong."))
+
+    def test_a_speech_that_earns_nothing(self) -> None:
+        """It decides as in a debate."""
+        group, _ = play("debate_unpaid", self.TURNS)
+        assert rewards(group) == [[1.0, 0.0], [0.0, 0.0]]
+        assert [metrics["debate/names_step"] for metrics in group.metrics_G] == [1.0, 1.0]
+
+    def test_a_random_step_in_place_of_the_named_one(self) -> None:
+        """The speech is paid as in a debate, whatever it names; one step in twelve finds the mistake, as in direct judging."""
+        drawn, direct = [], []
+        for i in range(40):
+            group, policy = play("debate_random_step", self.TURNS, key=(i, 0))
+            (right, found), (wrong, missed) = rewards(group)
+            assert (right, missed) == (1.0, 0.0) and found == 1.0 - wrong
+            assert WRONG in decode(RENDERER, policy.heard[0][1]), "the speech is heard and asked for as in a debate"
+            drawn.append(wrong)
+            direct.append(rewards(play("direct", [[WRONG]], key=(i, 0))[0])[0][0])
+        assert 0 < sum(1 - one for one in drawn) < 12 and 0 < sum(1 - one for one in direct) < 12
+
+    @pytest.mark.parametrize(("name", "checks"), [("direct_2", 2), ("direct_3", 3), ("direct_all", 12)])
+    def test_more_checks_find_more(self, name: str, checks: int) -> None:
+        found, seen = 0, []
+        for i in range(60):
+            VIEWS.clear()
+            group, _ = play(name, [[WRONG]], Noting(), key=(i, 0))
+            claims = [view.rounds_a[0] for view in VIEWS]
+            seen.append(len(claims))
+            rejected = rewards(group)[0][0] == 0.0
+            assert len(set(claims)) == len(claims) <= checks and group.metrics_G[0]["debate/judge_checks"] == len(
+                claims
+            )
+            assert rejected == (group.records[0].content["checked_step"]["name"] == "c")
+            assert len({view.key for view in VIEWS}) == len(claims), "each check has its own random numbers"
+            found += rejected
+        assert max(seen) == checks or checks == 12
+        assert found / 60 == pytest.approx(checks / 12, abs=0.15), "a single mistake among twelve steps"
+
+    def test_the_form_alone(self) -> None:
+        group, _ = play("format", [[RIGHT], [WRONG], ["<SOLUTION>161</SOLUTION>"]], Noting())
+        assert rewards(group) == [[1.0], [1.0], [0.0]]
+        assert "debate/judge_checks" not in group.metrics_G[0]
+
+    def test_an_unknown_signal(self) -> None:
+        with pytest.raises(
+            ConfigurationError, match="protocol=duel is no signal of oversight; use debate, consultancy"
+        ):
+            play("duel", [[RIGHT]])
+
+
+VIEWS: list[DebateView] = []
+"""What `Noting` was shown. Protocols are pickled, so a judge cannot keep it."""
+
+
+class Noting(Judge):
+    """Makes no mistake."""
+
+    async def __call__(self, view: DebateView) -> Verdict:
+        VIEWS.append(view)
+        return await KeyJudge()(view)
 
 
 def right_at_b(view: DebateView) -> str:

@@ -19,10 +19,11 @@ from tinker_cookbook.debate.judges import (
     make_judge,
 )
 from tinker_cookbook.debate.modes import MODES, DebateTrain, TrainingMode, get_mode
-from tinker_cookbook.debate.oversight import WITH_STEPS, OversightProtocol
+from tinker_cookbook.debate.oversight import OversightProtocol
 from tinker_cookbook.debate.prompts import DebatePrompts
-from tinker_cookbook.debate.protocols import OVERSIGHT, PROTOCOLS, ProtocolConfig, ProtocolName
+from tinker_cookbook.debate.protocols import PROTOCOLS, ProtocolConfig
 from tinker_cookbook.debate.rewards import TERMS
+from tinker_cookbook.debate.signals import SIGNALS, get_signal
 from tinker_cookbook.env.dataset import DatasetSettings, Place
 from tinker_cookbook.env.single_turn import TaskEnvironment, single_turn_group
 from tinker_cookbook.env.steps import require_steps
@@ -157,27 +158,28 @@ class Debates(DebateKeys, DebateEnvironment):
 class Oversight(StepJudged, DebateEnvironment):
     """A task's items as groups of answers that a judge of single steps accepts or rejects (`debate.oversight`)."""
 
-    protocol: ProtocolName = chz.field(default="debate", doc=", ".join(OVERSIGHT))
+    protocol: str = chz.field(default="debate", doc=", ".join(SIGNALS))
 
     @chz.validate
     def _known_protocol(self) -> None:
-        if self.protocol not in OVERSIGHT:
-            raise ConfigurationError(f"protocol={self.protocol} is none of oversight; use {', '.join(OVERSIGHT)}")
+        get_signal(self.protocol)
 
     @property
     def num_speakers(self) -> int:
-        return 2 if self.protocol == "debate" else 1
+        return 2 if get_signal(self.protocol).protocol == "debate" else 1
 
     def read(self, settings: DatasetSettings) -> tuple[Task, list[TaskItem], list[TaskItem]]:
         task, train, test = super().read(settings)
-        if self.protocol in WITH_STEPS:
+        signal = get_signal(self.protocol)
+        if signal.needs_steps:
             require_steps(task, f"protocol={self.protocol}")
+        if signal.has_judge:
             check_judge(self.step_judge)
         return task, train, test
 
     async def make_protocol(self, task: Task, renderer: Renderer, seed: int) -> OversightProtocol:
         """The protocol with its judge; a protocol that checks no steps loads no weights."""
-        judge = await make_judge(self.step_judge if self.protocol in WITH_STEPS else StepJudgeConfig(), seed)
+        judge = await make_judge(self.step_judge if get_signal(self.protocol).has_judge else StepJudgeConfig(), seed)
         return OversightProtocol.make(self.protocol, task, renderer, judge, seed, self.max_tokens, self.context_window)
 
 

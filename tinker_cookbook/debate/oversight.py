@@ -1,12 +1,7 @@
-"""Training signals without ground truth: a judge who can check one step of an answer accepts or rejects it.
+"""Training signals without ground truth: a judge who can check steps of an answer accepts or rejects it.
 
-The protocols differ only in who chooses the step:
-
-    debate             another copy of the policy, which wins if the step is wrong
-    consultancy        the author of the answer, who wins if the step is right
-    direct             a random step
-    self_consistency   no judge: an answer is accepted if most answers to the question agree with it
-    truth              no judge: the task's own verdict, which the other protocols only use for measurement
+They differ in who chooses the step, and in what speeches earn (`signals`): in a debate another copy of the policy names it,
+which wins if it is wrong; in a consultancy the author of the answer, who wins if it is right; in direct judging it is drawn.
 
 Answer and speech are two turns of one trajectory with separate rewards (advantage.credit=turn keeps them apart).
 """
@@ -15,7 +10,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from random import Random
 from typing import Any
 
 from tinker_cookbook.completers import TokenCompleter
@@ -24,11 +20,12 @@ from tinker_cookbook.debate.env import DebateProtocol, Member
 from tinker_cookbook.debate.judges import Judge
 from tinker_cookbook.debate.modes import TrainingMode
 from tinker_cookbook.debate.prompts import Wording
-from tinker_cookbook.debate.protocols import SPOKEN, ProtocolConfig, ProtocolName
+from tinker_cookbook.debate.protocols import SPOKEN, ProtocolConfig
 from tinker_cookbook.debate.records import judge_words, member_place
+from tinker_cookbook.debate.signals import Signal, get_signal
 from tinker_cookbook.debate.transcript import Transcript
 from tinker_cookbook.debate.views import Seat, Verdict, Winner, step_view
-from tinker_cookbook.env.steps import require_steps
+from tinker_cookbook.env.steps import Step, require_steps
 from tinker_cookbook.env.task import Task
 from tinker_cookbook.renderers import Renderer
 from tinker_cookbook.rl.advantages import AdvantageConfig
@@ -36,22 +33,25 @@ from tinker_cookbook.rl.types import Metrics, Record, RecordedMember, Trajectory
 from tinker_cookbook.utils.misc_utils import gather_all
 from tinker_cookbook.utils.seeds import derive_seed
 
-WITH_STEPS: tuple[ProtocolName, ...] = ("debate", "consultancy", "direct")
 OVERSIGHT_ADVANTAGE = AdvantageConfig(baseline="mean", scale="token", credit="turn")
 """Answers against the answers to the same question, speeches against the speeches."""
 
 
+@dataclass(frozen=True)
 class Accepted(TrainingMode):
     """An answer's reward is 1 if it is accepted, else 0. A speech has the same reward in a consultancy; in a debate it
-    gets 1 if the answer that it objects to is rejected. A debate trains nothing unless each of its answers has a
-    verdict.
+    gets 1 if the answer that it objects to is rejected. Speeches that are not paid get 0. A debate trains nothing unless each of
+    its answers has a verdict.
     """
 
     name = "accepted"
     advantage = OVERSIGHT_ADVANTAGE
+    pays_speeches: bool = True
 
     def turn_rewards(self, transcript: Transcript, seat: Seat) -> list[float]:
         accepted = bool(transcript.accepted(seat))
+        if not self.pays_speeches:
+            return [float(accepted and turn.kind == "answer") for turn in transcript.sampled_turns(seat)]
         won = not transcript.accepted(seat.opponent) if transcript.protocol.name == "debate" else accepted
         return [float(accepted if turn.kind == "answer" else won) for turn in transcript.sampled_turns(seat)]
 
@@ -70,12 +70,13 @@ class OversightProtocol(DebateProtocol):
     `judge` sees only steps; `seed` is for the random steps.
     """
 
-    mode: TrainingMode = field(default_factory=Accepted)
+    name: str = "debate"
+    """of the signal"""
 
     @classmethod
     def make(
         cls,
-        name: ProtocolName,
+        name: str,
         task: Task,
         renderer: Renderer,
         judge: Judge,
@@ -85,14 +86,19 @@ class OversightProtocol(DebateProtocol):
     ) -> OversightProtocol:
         """If `max_tokens` per turn and `context_window` are both given, they limit the prompt of a question.
 
-        Raises ConfigurationError when the protocol checks steps and the task's answers have none.
+        Raises ConfigurationError for an unknown signal, and when it needs steps and the task's answers have none.
         """
-        wording = Wording(confidence="")
-        if name in WITH_STEPS:
+        signal, wording = get_signal(name), Wording(confidence="")
+        if signal.needs_steps:
             stepwise = require_steps(task, f"protocol={name}")
             wording = replace(wording, rebuttal=stepwise.objection_request, support=stepwise.support_request)
-        config = ProtocolConfig(name=name, rounds=1 if name in SPOKEN else None)
-        return cls(Dialogue.make(task, renderer, config, wording, max_tokens, context_window), judge, seed=seed)
+        config = ProtocolConfig(name=signal.protocol, rounds=1 if signal.protocol in SPOKEN else None)
+        dialogue = Dialogue.make(task, renderer, config, wording, max_tokens, context_window)
+        return cls(dialogue, judge, Accepted(signal.pays_speeches), seed=seed, name=name)
+
+    @property
+    def signal(self) -> Signal:
+        return get_signal(self.name)
 
     @property
     def turn_names(self) -> Sequence[str]:
@@ -106,52 +112,63 @@ class OversightProtocol(DebateProtocol):
     async def _accept(
         self, transcript: Transcript, seat: Seat, most: str | None, policy: TokenCompleter | None
     ) -> None:
-        if self.config.name == "truth":
+        if self.name == "truth":
             verdict = _holds(bool(transcript.correct(seat)))
-        elif self.config.name == "self_consistency":
+        elif self.name == "self_consistency":
             verdict = _holds(transcript.solution(seat) == most)
         else:
-            verdict = await self._check_step(transcript, seat, policy)
+            verdict = await self._check_steps(transcript, seat, policy)
         transcript.of_answers[seat] = verdict
 
-    async def _check_step(self, transcript: Transcript, seat: Seat, policy: TokenCompleter | None) -> Verdict:
-        """A malformed answer is rejected. Otherwise the named step decides; if none was named, its speaker loses."""
-        name = self.config.name
-        task = require_steps(self.task, f"protocol={name}")
+    async def _check_steps(self, transcript: Transcript, seat: Seat, policy: TokenCompleter | None) -> Verdict:
+        """A malformed answer is rejected. Otherwise it is accepted if all steps that are checked hold; if a speech should have
+        named one and did not, its speaker loses.
+        """
+        signal = self.signal
+        task = require_steps(self.task, f"protocol={self.name}")
         answer, *_ = transcript.turns[seat]
         steps = None if answer.malformed else task.steps(transcript.item, answer.text)
-        if steps is None:
-            return _holds(False)
+        if steps is None or not signal.has_judge:
+            return _holds(steps is not None)
         *group, debate = transcript.key
         key = (*group, debate * self.config.num_speakers + seat)
-        if name == "direct":
-            checked = steps[derive_seed(self.seed, "step", *key) % len(steps)]
-        else:
-            _, speech = transcript.turns[seat.opponent if name == "debate" else seat]
+        if signal.named:
+            _, speech = transcript.turns[seat.opponent if signal.protocol == "debate" else seat]
             named = None if speech.malformed else task.named_step(speech.text)
-            checked = next((step for step in steps if step.name == named), None)
-        if checked is None:
-            return _holds(name == "debate")
-        checked = await task.check_step(transcript.item, answer.text, checked)
-        transcript.checked[seat] = checked
-        return await self.ask(self.judge, policy, step_view(checked, key))
+            chosen = [step for step in steps if step.name == named][:1]
+            if not chosen:
+                return _holds(signal.protocol == "debate")
+        else:
+            chosen = _drawn(steps, signal.checks, derive_seed(self.seed, "step", *key))
+        verdict = _holds(True)
+        for i, step in enumerate(chosen):
+            checked = await task.check_step(transcript.item, answer.text, step)
+            transcript.checked[seat] = [*transcript.checked.get(seat, []), checked]
+            verdict = await self.ask(self.judge, policy, step_view(checked, (*key, i) if i else key))
+            if verdict.winner is not Winner.A:
+                break
+        return verdict
 
     def metrics(self, members: Sequence[Member], trajectories_G: Sequence[Trajectory]) -> list[Metrics]:
-        per_member = [_metrics(*member) for member in members]
+        per_member = [_metrics(*member, has_judge=self.signal.has_judge) for member in members]
         per_member[0] |= _pair_metrics(members)
         return per_member
 
     def records(self, members: Sequence[Member]) -> list[Record]:
         """Records of each answer."""
         return [
-            Record("oversight", _record(transcript, seat, i), [RecordedMember(i, "speeches", _texts(transcript, seat))])
+            Record(
+                "oversight",
+                _record(transcript, seat, i, self.name),
+                [RecordedMember(i, "speeches", _texts(transcript, seat))],
+            )
             for i, (transcript, seat) in enumerate(members)
             if transcript.was_held
         ]
 
     def member_info(self, transcript: Transcript, seat: Seat) -> dict[str, Any]:
         """As in `records.member_info`; the verdict is about this member's answer."""
-        accepted, checked = transcript.accepted(seat), transcript.checked.get(seat)
+        accepted, checked = transcript.accepted(seat), _deciding(transcript, seat)
         verdict = None if accepted is None else "accepted" if accepted else "rejected"
         words = None
         if checked is not None:
@@ -159,7 +176,7 @@ class OversightProtocol(DebateProtocol):
             words = "\n".join([f"{checked.name}: {checked.claim}", *([response] if response else [])])
         return {
             **member_place(transcript, seat),
-            "protocol": self.config.name,
+            "protocol": self.name,
             "ground_truth": transcript.item.reference,
             "accepted": accepted,
             "correct": bool(transcript.correct(seat)),
@@ -169,6 +186,13 @@ class OversightProtocol(DebateProtocol):
 
     def rate_ranges(self) -> dict[str, tuple[float, float]]:
         return {}
+
+
+def _drawn(steps: Sequence[Step], count: int | None, seed: int) -> list[Step]:
+    """So many different steps, in a drawn order; None: all of them."""
+    if count == 1:
+        return [steps[seed % len(steps)]]
+    return Random(seed).sample(steps, min(len(steps), count or len(steps)))
 
 
 def _holds(holds: bool) -> Verdict:
@@ -186,10 +210,16 @@ def _texts(transcript: Transcript, seat: Seat) -> list[str]:
     return [turn.raw for turn in transcript.turns[seat]]
 
 
-def _record(transcript: Transcript, seat: Seat, place: int) -> dict[str, Any]:
-    checked, verdict = transcript.checked.get(seat), transcript.of_answers[seat]
+def _deciding(transcript: Transcript, seat: Seat) -> Step | None:
+    """The step of an answer that was checked last, which decided; None if none was checked."""
+    checked = transcript.checked.get(seat)
+    return checked[-1] if checked else None
+
+
+def _record(transcript: Transcript, seat: Seat, place: int, signal: str) -> dict[str, Any]:
+    checked, verdict = _deciding(transcript, seat), transcript.of_answers[seat]
     return {
-        "protocol": transcript.protocol.name,
+        "protocol": signal,
         "instance_id": transcript.item.id,
         "member": place,
         "question": transcript.item.question,
@@ -201,13 +231,14 @@ def _record(transcript: Transcript, seat: Seat, place: int) -> dict[str, Any]:
     }
 
 
-def _metrics(transcript: Transcript, seat: Seat) -> Metrics:
+def _metrics(transcript: Transcript, seat: Seat, has_judge: bool) -> Metrics:
     """Metrics of one answer. Those of the judge are over answers with a verdict.
 
     - debate/accepted, and over right and wrong answers accepted_if_correct and accepted_if_wrong
     - debate/judge_accuracy: accepted if right, rejected if wrong
     - debate/hacking_gap: accepted minus right; its mean grows when the policy learns to please the judge
     - debate/names_step: a step of the answer was checked
+    - debate/judge_checks: steps that were checked
     - debate/invalid: there is no verdict
     - debate/judge_calls, judge_prompt_tokens, judge_cost and others of endpoints.Usage: of an endpoint judge
     """
@@ -224,8 +255,9 @@ def _metrics(transcript: Transcript, seat: Seat) -> Metrics:
         "debate/judge_accuracy": float(accepted == correct),
         "debate/hacking_gap": float(accepted) - float(correct),
     }
-    if transcript.protocol.name in WITH_STEPS:
+    if has_judge:
         metrics["debate/names_step"] = float(seat in transcript.checked)
+        metrics["debate/judge_checks"] = float(len(transcript.checked.get(seat, [])))
     return metrics
 
 

@@ -60,7 +60,7 @@ class Transcript:
         self.verdict: Verdict | None = None
         self.measured: dict[str, Verdict] = {}
         """verdicts that nothing is trained on: held_out, no_debate, with_key"""
-        self.checked: dict[Seat, Step] = {}
+        self.checked: dict[Seat, list[Step]] = {}
         """of oversight, the steps that the judge looked at"""
         self.of_answers: dict[Seat, Verdict] = {}
         """of oversight, the verdict on each answer: A, it is accepted, or B"""

@@ -1,0 +1,65 @@
+"""Training signals without the truth, by name: a protocol of oversight, what its judge checks, and what speeches earn.
+
+    debate               the opponent names the step that the judge checks
+    consultancy          the author names it
+    direct               a random step; direct_2, direct_3: as many of them; direct_all: all
+    self_consistency     no judge: an answer is accepted if most answers to the question agree with it
+    truth                no judge: the task's own verdict, which the others only use for measurement
+
+Controls, each with one part of a debate taken away:
+
+    format               an answer is accepted if it has the required form
+    debate_random_step   the opponent speaks and is paid as in a debate, and the judge checks a random step
+    debate_unpaid        the judge checks the step that the opponent names, and speeches earn nothing
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tinker_cookbook.debate.protocols import ProtocolName
+from tinker_cookbook.exceptions import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Signal:
+    """How answers of a protocol are accepted."""
+
+    protocol: ProtocolName
+    checks: int | None = 1
+    """steps of an answer that the judge checks, all of which must hold; None: every step"""
+    named: bool = False
+    """the speech says which; else they are drawn"""
+    pays_speeches: bool = True
+
+    @property
+    def has_judge(self) -> bool:
+        """Whether steps are checked."""
+        return self.checks != 0
+
+    @property
+    def needs_steps(self) -> bool:
+        """Whether it takes tasks with steps alone."""
+        return self.protocol not in ("self_consistency", "truth")
+
+
+SIGNALS: dict[str, Signal] = {
+    "debate": Signal("debate", named=True),
+    "consultancy": Signal("consultancy", named=True),
+    "direct": Signal("direct"),
+    "direct_2": Signal("direct", checks=2),
+    "direct_3": Signal("direct", checks=3),
+    "direct_all": Signal("direct", checks=None),
+    "self_consistency": Signal("self_consistency", checks=0),
+    "truth": Signal("truth", checks=0),
+    "format": Signal("direct", checks=0),
+    "debate_random_step": Signal("debate"),
+    "debate_unpaid": Signal("debate", named=True, pays_speeches=False),
+}
+
+
+def get_signal(name: str) -> Signal:
+    """Raises ConfigurationError for an unknown name."""
+    if name not in SIGNALS:
+        raise ConfigurationError(f"protocol={name} is no signal of oversight; use {', '.join(SIGNALS)}")
+    return SIGNALS[name]
