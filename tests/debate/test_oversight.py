@@ -13,10 +13,12 @@ from tests.waiting import HANG_SECONDS
 from tinker_cookbook.completers import MessageCompleter, TokensWithLogprobs
 from tinker_cookbook.debate.asking import VotesJudge
 from tinker_cookbook.debate.env import DebateGroupBuilder
-from tinker_cookbook.debate.judges import FunctionJudge, Judge, KeyJudge, LMJudge
+from tinker_cookbook.debate.erring import ErringJudge
+from tinker_cookbook.debate.judges import FunctionJudge, Judge, KeyJudge, LMJudge, StepJudgeConfig, make_judge
 from tinker_cookbook.debate.oversight import OversightProtocol
 from tinker_cookbook.debate.prompts import CHECK_SYSTEM
-from tinker_cookbook.debate.views import DebateView, Verdict, Winner
+from tinker_cookbook.debate.views import DebateView, Verdict, Winner, step_view
+from tinker_cookbook.env.steps import Step
 from tinker_cookbook.env.tasks import get_task
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message
@@ -160,6 +162,42 @@ class TestControls:
             ConfigurationError, match="protocol=duel is no signal of oversight; use debate, consultancy"
         ):
             play("duel", [[RIGHT]])
+
+
+class TestErrors:
+    """A judge that errs as often as it is told to."""
+
+    @pytest.mark.parametrize(("accepts", "rejects"), [(0.2, 0.0), (0.0, 0.3), (0.4, 0.1), (0.0, 0.0)])
+    def test_rates_hold_for_each_kind_of_error_by_itself(self, accepts: float, rejects: float) -> None:
+        config = StepJudgeConfig(error_rate=0.5, false_accepts=accepts, false_rejects=rejects)
+        judge = asyncio.run(make_judge(config, seed=1))
+        found = {True: 0, False: 0}
+        for holds in found:
+            step = Step("c", "5 makes 16", holds)
+            for i in range(1000):
+                verdict = asyncio.run(judge(step_view(step, (i, 0))))
+                found[holds] += (verdict.winner is Winner.A) is not holds
+        assert found[True] / 1000 == pytest.approx(rejects, abs=0.04)
+        assert found[False] / 1000 == pytest.approx(accepts, abs=0.04)
+        assert (found[True] == 0) == (rejects == 0) and (found[False] == 0) == (accepts == 0)
+
+    def test_errors_are_the_same_again_and_others_with_another_seed(self) -> None:
+        steps = [step_view(Step("c", "5 makes 16", True), (i, 0)) for i in range(60)]
+
+        def verdicts(seed: int) -> list[Winner]:
+            judge = asyncio.run(make_judge(StepJudgeConfig(error_rate=0.5), seed=seed))
+            return [asyncio.run(judge(view)).winner for view in steps]
+
+        assert verdicts(1) == verdicts(1) != verdicts(2)
+
+    def test_other_verdicts_stay(self) -> None:
+        for winner in (Winner.TIE, Winner.INVALID):
+            judge = ErringJudge(FunctionJudge(lambda view, winner=winner: winner), 0.99, 0.99, 0)
+            assert asyncio.run(judge(step_view(Step("c", "5 makes 16", True), (0, 0)))).winner is winner
+
+    def test_rates_are_shares(self) -> None:
+        with pytest.raises(ConfigurationError, match=r"step_judge.false_accepts=1.5: a share from 0 to below 1"):
+            StepJudgeConfig(false_accepts=1.5)
 
 
 VIEWS: list[DebateView] = []

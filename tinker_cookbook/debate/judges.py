@@ -15,6 +15,7 @@ from tinker_cookbook import local_sampling
 from tinker_cookbook.completers import TinkerTokenCompleter
 from tinker_cookbook.debate.acting_judge import ActingJudge, ActsConfig
 from tinker_cookbook.debate.asking import BothOrdersJudge, VotesJudge
+from tinker_cookbook.debate.erring import ErringJudge
 from tinker_cookbook.debate.lm_judge import Judge, LiveJudge, LMJudge, SoftEndpointJudge, SoftJudge
 from tinker_cookbook.debate.views import DebateView, Seat, Verdict, Winner
 from tinker_cookbook.endpoints import AskConfig
@@ -203,6 +204,29 @@ class JudgeConfig(AskedWeights, SystemPrompt, AskConfig, max_tokens=96, temperat
 class StepJudgeConfig(JudgeConfig, name="key", max_tokens=16, temperature=0.0, max_retries=0):
     """The judge of a single step (`debate.oversight`): by default one that makes no mistakes, asked once."""
 
+    error_rate: float = chz.field(
+        default=0.0, doc="share of its verdicts that are turned into their opposite, to study what that costs; below 1"
+    )
+    false_accepts: float | None = chz.field(
+        default=None, doc="the same among verdicts that a step is wrong; None: error_rate"
+    )
+    false_rejects: float | None = chz.field(
+        default=None, doc="the same among verdicts that it is right; None: error_rate"
+    )
+
+    @chz.validate
+    def _check_errors(self) -> None:
+        for name in ("error_rate", "false_accepts", "false_rejects"):
+            rate = getattr(self, name)
+            if rate is not None and not 0 <= rate < 1:
+                raise ConfigurationError(f"step_judge.{name}={rate}: a share from 0 to below 1")
+
+    @property
+    def errors(self) -> tuple[float, float]:
+        """Rates of false accepts and of false rejects."""
+        accepts, rejects = self.false_accepts, self.false_rejects
+        return self.error_rate if accepts is None else accepts, self.error_rate if rejects is None else rejects
+
     @property
     def key(self) -> str:
         return "step_judge"
@@ -331,4 +355,6 @@ async def make_judge(config: JudgeConfig, seed: int | None = None) -> Judge:
         judge = part if isinstance(part, Judge) else FunctionJudge(part)
     if config.votes > 1:
         judge = VotesJudge(judge, config.votes)
+    if isinstance(config, StepJudgeConfig) and any(config.errors):
+        judge = ErringJudge(judge, *config.errors, config.seed or 0)
     return BothOrdersJudge(judge) if config.both_orders else judge
