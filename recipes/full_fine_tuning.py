@@ -112,7 +112,8 @@ async def main(cli: CLIConfig) -> None:
     log_path = open_log_path(cli, RECIPE, dataset_label(cli.dataset, "conversations"))  # pyright: ignore[reportArgumentType]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(cli.seed)
-    model = transformers.AutoModelForCausalLM.from_pretrained(model_name, dtype=torch.float32).to(device).train()
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(model_name, dtype=torch.float32)
+    model.to(device).train()
     tokenizer = get_tokenizer(model_name)
     betas = (ADAM["beta1"], ADAM["beta2"])
     adam = torch.optim.Adam(model.parameters(), lr=cli.learning_rate, betas=betas, eps=ADAM["eps"])

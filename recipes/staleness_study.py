@@ -24,7 +24,7 @@ from recipes.study_common import LEAN_RL, Section, StudyKeys, cell, finish, meas
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.sweeps.points import SEED_KEY, Value, gather_keys
-from tinker_cookbook.sweeps.study import PART, STEPS_KEY, Part, difference, over_seeds
+from tinker_cookbook.sweeps.study import PART, STEPS_KEY, Part, difference, over_seeds, select
 from tinker_cookbook.utils.fields import docs, positive_or_none
 from tinker_cookbook.utils.intervals import Estimate
 from tinker_cookbook.utils.lazy import np, pandas
@@ -46,9 +46,11 @@ SAME: Mapping[str, Value] = {"advantage.baseline": "zscore", "advantage.scale": 
 EVALUATIONS = 4
 LAST_SHARE = 0.25
 """Of the steps: those that say what a run came to."""
+BROKEN = 0.25
+"""A fall of held-out reward that no chance explains: of 100 questions, five standard errors."""
 REWARD, TOKENS = "env/all/reward/total", "progress/sampled_tokens"
 MEASURES = {
-    "reward": 2, "held_out": 2, "kl": 3, "kl_max": 2, "entropy": 2, "clipped": 3, "masked": 3, "grad_norm": 2
+    "reward": 2, "held_out": 2, "fall": 2, "kl": 3, "kl_max": 2, "entropy": 2, "clipped": 3, "masked": 3, "grad_norm": 2
 }  # fmt: skip
 """Shown, with so many decimals."""
 
@@ -128,6 +130,10 @@ def measure(rows: "pandas.DataFrame", tokens: float) -> dict[str, float]:
     Rewards and entropy are means over the last quarter of the steps; held-out reward is read off the line between two
     evaluations. KL (v2, nats per token), the share of tokens that the loss clips or masks and the gradient's norm are
     means over the steps whose samples have the run's full age, where there are some.
+
+    `fall` and `kl_max` are of the whole run, however many tokens it took: replies of a policy that breaks become long, so
+    that it has spent its tokens before it is seen to break. `fall` is how far held-out reward ever fell below the best
+    evaluation before.
     """
     sampled = rows[TOKENS].ffill().fillna(0.0)
     steps = rows[rows[REWARD].notna() & (sampled <= tokens)]
@@ -138,16 +144,17 @@ def measure(rows: "pandas.DataFrame", tokens: float) -> dict[str, float]:
         columns = [of[name] for name in names if name in of and of[name].notna().any()]
         return float(columns[0].mean()) if columns else float("nan")
 
-    tests = rows[rows[f"test/{REWARD}"].notna()]
+    tests = rows[f"test/{REWARD}"].dropna()
     before_update = sampled.shift(fill_value=0.0)[tests.index]
     kl = "optim/kl_sample_train_v2"
     return {
         "tokens": float(sampled.iloc[-1]),
         "reward": mean(last, REWARD),
-        "held_out": float(np.interp(tokens, before_update, tests[f"test/{REWARD}"])),
-        "held_out_end": float(tests[f"test/{REWARD}"].iloc[-1]),
+        "held_out": float(np.interp(tokens, before_update, tests)),
+        "held_out_end": float(tests.iloc[-1]),
+        "fall": float((tests.cummax() - tests).max()),
         "kl": mean(aged, kl),
-        "kl_max": float(steps[kl].max()),
+        "kl_max": float(rows[kl].max()),
         "entropy": mean(last, "optim/entropy"),
         "clipped": mean(aged, "train/clipped_fraction"),
         "masked": mean(aged, "off_policy/frac_cut", "train/masked_fraction"),
@@ -169,9 +176,11 @@ def tables(cli: CLIConfig, runs: "pandas.DataFrame", tokens: float) -> list[Sect
     columns = ["loss", *(f"K = {k}" for k in form.staleness)]
     for setting in settings(cli):
         of = ", ".join(f"{key}={value:g}" for key, value in setting.items())
+        at = f"at {tokens:.0f} sampled tokens"
         for name, title in (
-            ("held_out", "Reward on held-out questions"),
-            ("kl", "KL of sampler and trainer, nats per token"),
+            ("held_out", f"Reward on held-out questions {at}"),
+            ("kl", f"KL of sampler and trainer, nats per token, {at}"),
+            ("fall", "The largest fall of held-out reward in a run"),
         ):
             rows = [
                 [
@@ -183,7 +192,7 @@ def tables(cli: CLIConfig, runs: "pandas.DataFrame", tokens: float) -> list[Sect
                 ]
                 for loss in cli.losses
             ]
-            found.append(Section(f"{title} at {tokens:.0f} sampled tokens, {of}; mean [95 % interval]", columns, rows))
+            found.append(Section(f"{title}, {of}; mean [95 % interval]", columns, rows))
         rows = []
         for loss, k in itertools.product(cli.losses, form.staleness):
             at = {PART: loss, K: k, **setting}
@@ -226,7 +235,18 @@ def sentences(cli: CLIConfig, runs: "pandas.DataFrame") -> list[str]:
             gaps = {loss: difference(runs, at[loss], {**at[loss], K: youngest}, "held_out") for loss in cli.losses}
             lost = ", ".join(f"{loss} {cell(gap)}" for loss, gap in gaps.items())
             said.append(f"With {of}, held-out reward at K={oldest} minus that at K={youngest}: {lost}.")
-    return said
+    return [*said, broken(cli, runs)]
+
+
+def broken(cli: CLIConfig, runs: "pandas.DataFrame") -> str:
+    """Which settings broke, and how often."""
+    found: list[str] = []
+    for setting, k, loss in itertools.product(settings(cli), cli.chosen().staleness, cli.losses):
+        falls = select(runs, {PART: loss, K: k, **setting})["fall"].dropna()
+        if (count := int((falls > BROKEN).sum())) > 0:
+            of = ", ".join(f"{key}={value:g}" for key, value in setting.items())
+            found.append(f"{loss} at K={k}, {of} ({count} of {len(falls)})")
+    return f"Held-out reward fell by more than {BROKEN} from its best in runs of: {'; '.join(found) or 'no setting'}."
 
 
 async def main(cli: CLIConfig) -> None:

@@ -85,7 +85,7 @@ class TestStaleness:
             K: 1,
             "progress/sampled_tokens": [*tokens, 40.0],
             "env/all/reward/total": [0.1, 0.2, 0.5, 0.9, math.nan],
-            "test/env/all/reward/total": [0.0, math.nan, 0.4, math.nan, 0.8],
+            "test/env/all/reward/total": [0.0, math.nan, 0.9, math.nan, 0.8],
             "optim/kl_sample_train_v2": [9.0, 0.1, 0.3, 7.0, math.nan],
             "optim/entropy": [1.0, 0.8, 0.6, 0.4, math.nan],
             "optim/grad_norm": [1.0, 2.0, 4.0, 8.0, math.nan],
@@ -93,8 +93,8 @@ class TestStaleness:
             "async/staleness_max": [0.0, 1.0, 1.0, 1.0, math.nan],
         })  # fmt: skip
         of = staleness_study.measure(rows, 30.0)
-        # Evaluations stand at 0, 20 and 40 tokens: 30 is half way from 0.4 to 0.8. The first step is younger than K.
-        assert of["held_out"] == pytest.approx(0.6) and of["held_out_end"] == 0.8
+        # Evaluations stand at 0, 20 and 40 tokens: 30 is half way from 0.9 to 0.8. The first step is younger than K.
+        assert of["held_out"] == pytest.approx(0.85) and of["held_out_end"] == 0.8 and of["fall"] == pytest.approx(0.1)
         assert of["kl"] == pytest.approx(0.2) and of["kl_max"] == 9.0 and of["grad_norm"] == 3.0
         assert (of["reward"], of["entropy"], of["tokens"]) == (0.5, 0.6, 40.0)
         assert (of["youngest"], of["oldest"]) == (1.0, 1.0) and math.isnan(of["clipped"])
@@ -104,13 +104,17 @@ class TestStaleness:
         held_out = {("ppo", 0): 0.9, ("ppo", 8): 0.8, ("cispo", 0): 0.9, ("cispo", 8): 0.3}
         runs = pandas.DataFrame([
             {"part": loss, K: k, "num_substeps": 4, "seed": seed, "held_out": value + 0.01 * seed,
-             "youngest": float(k), "oldest": float(k)}
+             "youngest": float(k), "oldest": float(k), "fall": 0.5 if (loss, k, seed) == ("cispo", 8, 1) else 0.1}
             for (loss, k), value in held_out.items() for seed in (0, 1)
         ])  # fmt: skip
-        exact, pairs, lost = staleness_study.sentences(cli, runs)
+        exact, pairs, lost, broke = staleness_study.sentences(cli, runs)
         assert exact.startswith("In all 8 runs")
         assert "1 of 1 pairs" in pairs and "ppo and cispo (0.50 [0.50, 0.50])" in pairs
         assert "ppo -0.10 [-0.10, -0.10], cispo -0.60 [-0.60, -0.60]" in lost
+        assert (
+            broke
+            == "Held-out reward fell by more than 0.25 from its best in runs of: cispo at K=8, num_substeps=4 (1 of 2)."
+        )
         runs.loc[0, "oldest"] = 5.0
         assert staleness_study.sentences(cli, runs)[0].startswith("In 1 of 8 runs samples were not K updates old")
 
