@@ -70,6 +70,12 @@ RECIPES: tuple[RecipeRun, ...] = (
     RecipeRun(
         "recipes.sl_loop", small=("num_epochs=1", "lora_rank=4"), measures=(Measure("train_mean_nll", "down", "steps"),)
     ),
+    RecipeRun(
+        "recipes.anchors",
+        small=(*_RL, "warm_up_steps=2", "groups_per_batch=2", "group_size=4", "num_test=4"),
+        measures=(Measure("test/env/all/reward/total", "up"),),
+        trainings=2,
+    ),
     RecipeRun("recipes.full_fine_tuning", small=("max_steps=2",), measures=(Measure("test/nll", "down"),)),
     RecipeRun(
         "recipes.chat_sl",

@@ -1,7 +1,7 @@
 """Tasks by which libraries are compared, in miniature: reverse_text, alphabet_sort, wordle and arithmetic, SFT then RL.
 
-The tasks have the names and the form of those that prime-rl and tinker-cookbook publish curves of. Texts and words are
-of a few letters here, so that the shipped model can learn them in a minute; the numbers of the two are not comparable.
+The tasks have the names and the form of those that prime-rl and tinker-cookbook publish curves of. Texts are a few words
+here, and words a few letters, so that the shipped model can learn them in a minute; the numbers of the two are not comparable.
 
     python -m recipes.anchors
     python -m recipes.anchors anchor=wordle
@@ -29,24 +29,24 @@ from tinker_cookbook.renderers import Message, Renderer, get_text_content
 from tinker_cookbook.runs.outcome import RunSummary
 
 RECIPE = "anchors"
-LETTERS = "abcdefgh"
+WORDS = ("apple", "bread", "cloud", "door", "engine", "flower", "garden", "house")
 CARELESS = 0.5
 """How often the player of the supervised stage moves at random, in the right form."""
 
 
 def likeness(reply: Sequence[str], wanted: Sequence[str]) -> float:
-    """2 L / (len(reply) + len(wanted)), L the length of their longest common subsequence: 1 for equal ones, 0 for none in
-    common.
+    """2 L / (len(reply) + len(wanted)), L the length of the longest common subsequence of two lists of words: 1 for equal
+    ones, 0 for none in common.
     """
     row = [0] * (len(wanted) + 1)
-    for letter in reply:
+    for word in reply:
         before = row[:]
         for i, other in enumerate(wanted, start=1):
-            row[i] = before[i - 1] + 1 if letter == other else max(before[i], row[i - 1])
+            row[i] = before[i - 1] + 1 if word == other else max(before[i], row[i - 1])
     return 2 * row[-1] / max(1, len(reply) + len(wanted))
 
 
-def letters_of(message: Message) -> list[str]:
+def words_of(message: Message) -> list[str]:
     return get_text_content(message).split()
 
 
@@ -67,46 +67,46 @@ class Anchor(ABC):
 
     @abstractmethod
     def best_move(self) -> list[str]:
-        """The letters of the right reply."""
+        """The right reply, in words."""
 
     @abstractmethod
     def careless_move(self, rng: random.Random) -> list[str]:
-        """Letters in the right form, at random."""
+        """Words in the right form, at random."""
 
 
 class ReverseText(Anchor):
-    """Letters to write backwards. The reward is the likeness of the reply to the right one."""
+    """Words to write in the other order. The reward is the likeness of the reply to the right one."""
 
-    tiny_steps, max_turns = 40, 1
+    tiny_steps, max_turns = 80, 1
 
     def __init__(self, rng: random.Random) -> None:
-        self.letters = rng.sample(LETTERS, rng.randint(3, 5))
-        self.opening = f"Reverse: {' '.join(self.letters)}"
+        self.words = rng.sample(WORDS, rng.randint(2, 3))
+        self.opening = f"Reverse: {' '.join(self.words)}"
 
     def step(self, message: Message) -> TurnResult:
-        reply, wanted = letters_of(message), self.best_move()
+        reply, wanted = words_of(message), self.best_move()
         return TurnResult(reward=likeness(reply, wanted), metrics={"correct": float(reply == wanted)})
 
     def best_move(self) -> list[str]:
-        return self.letters[::-1]
+        return self.words[::-1]
 
     def careless_move(self, rng: random.Random) -> list[str]:
-        return rng.sample(self.letters, len(self.letters))
+        return rng.sample(self.words, len(self.words))
 
 
 class AlphabetSort(Anchor):
-    """Three turns: letters to sort, then one more at a time to sort in. Each turn's likeness counts a third."""
+    """Three turns: two words to sort, then one more at a time to sort in. Each turn's likeness counts a third."""
 
-    tiny_steps, max_turns = 40, 3
+    tiny_steps, max_turns = 80, 3
 
     def __init__(self, rng: random.Random) -> None:
-        self.drawn = rng.sample(LETTERS, 2 + self.max_turns - 1)
+        self.drawn = rng.sample(WORDS, 2 + self.max_turns - 1)
         self.known = 2
         self.right = 0
         self.opening = f"Sort: {' '.join(self.drawn[:2])}"
 
     def step(self, message: Message) -> TurnResult:
-        reply, wanted = letters_of(message), self.best_move()
+        reply, wanted = words_of(message), self.best_move()
         reward = likeness(reply, wanted) / self.max_turns
         self.right += reply == wanted
         if self.known == len(self.drawn):
@@ -139,7 +139,7 @@ class Wordle(Anchor):
         self.opening = "Guess the word."
 
     def step(self, message: Message) -> TurnResult:
-        guess = letters_of(message)
+        guess = words_of(message)
         answer = self.answer(guess, self.word)
         self.turns += 1
         self.possible = [word for word in self.possible if self.answer(guess, word) == answer]
@@ -199,8 +199,8 @@ def player(episode: Anchor, rng: random.Random) -> Callable[[list[Message]], Mes
     """Moves of somebody who knows the form, and is right half of the time."""
 
     def move(_: list[Message]) -> Message:
-        letters = episode.careless_move(rng) if rng.random() < CARELESS else episode.best_move()
-        return {"role": "assistant", "content": " ".join(letters)}
+        words = episode.careless_move(rng) if rng.random() < CARELESS else episode.best_move()
+        return {"role": "assistant", "content": " ".join(words)}
 
     return move
 
