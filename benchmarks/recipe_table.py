@@ -71,6 +71,13 @@ RECIPES: tuple[RecipeRun, ...] = (
         "recipes.sl_loop", small=("num_epochs=1", "lora_rank=4"), measures=(Measure("train_mean_nll", "down", "steps"),)
     ),
     RecipeRun(
+        "recipes.anchors",
+        small=(*_RL, "warm_up_steps=2", "groups_per_batch=2", "group_size=4", "num_test=4"),
+        measures=(Measure("test/env/all/reward/total", "up"),),
+        trainings=2,
+    ),
+    RecipeRun("recipes.full_fine_tuning", small=("max_steps=2",), measures=(Measure("test/nll", "down"),)),
+    RecipeRun(
         "recipes.chat_sl",
         small=("max_steps=3", "eval_every=3", "lora_rank=4"),
         measures=(Measure("test/nll", "down"),),
@@ -283,6 +290,8 @@ NOT_SMOKED = {
     "recipes.code_rl": "needs a model that writes code; tests/recipes/test_code_rl.py runs it with scripted grades",
     "recipes.rubric": "needs a model that grades; tests/env/test_lm_rubric.py runs it with a scripted one",
     "recipes.verifiers_rl": "needs the package verifiers; `make test-verifiers` runs it",
+    "recipes.staleness_study": "makes dozens of runs; tests/recipes/test_studies.py makes two",
+    "recipes.rank_study": "makes dozens of runs; tests/recipes/test_studies.py makes a few",
     "recipes.replay": "takes the folder of a run; tests/recipes/test_debate_tools.py runs it",
     "recipes.debate_rejudge": "takes the folder of a run; tests/recipes/test_debate_tools.py runs it",
     "recipes.debate_pairs": "takes the folder of a run; tests/recipes/test_debate_tools.py runs it",

@@ -23,7 +23,7 @@ import chz
 from rich.console import Console
 
 from recipes.common import RL_RATES, for_model, open_log_path, tiny_debate
-from recipes.results import Seeds
+from recipes.results import PageKey, Seeds
 from recipes.rl_common import TaskConfig, algorithm, check_groups
 from tinker_cookbook.backends import closing_clients
 from tinker_cookbook.cli_utils import run_recipe
@@ -55,7 +55,6 @@ from tinker_cookbook.weights_config import WeightsConfig
 
 RECIPE = "debate_study"
 RATES = RL_RATES._replace(tiny=2e-3)
-BEGIN, END = "<!-- study -->", "<!-- end of study -->"
 BEFORE = "before"
 RESULTS = "study.json"
 RESTS_ON = (
@@ -88,6 +87,7 @@ class StudyKeys:
 class CLIConfig(
     StepJudged,
     Seeds,
+    PageKey,
     StudyKeys,
     TaskConfig,
     rates=RATES,
@@ -108,9 +108,6 @@ class CLIConfig(
         "and more updates where a rollout takes fewer tokens",
     )
     samples: int = chz.field(default=4, doc="answers to each held-out item; even", validator=chz.validators.gt(0))
-    page: str | None = chz.field(
-        default=None, doc=f"Markdown page with the lines {BEGIN} and {END}, which gets the table"
-    )
 
     @chz.validate
     def _check_study(self) -> None:
@@ -124,8 +121,6 @@ class CLIConfig(
             raise ConfigurationError(f"samples={self.samples} is odd, but a debate takes two answers; make it even")
         if self.batch_tokens is not None and self.batch_tokens < 1:
             raise ConfigurationError(f"batch_tokens={self.batch_tokens}: must be at least 1, or None")
-        if self.page is not None:
-            fill_page(self.page, "")
 
 
 @dataclass(frozen=True)
@@ -332,17 +327,6 @@ def markdown(runs: Sequence[Run]) -> str:
     return "\n".join([markdown_table(COLUMNS, table_rows(runs)), "", sentence(runs)])
 
 
-def fill_page(path: str, section: str) -> str:
-    """Insert this section into the page. Raises ConfigurationError if the page lacks the marker lines."""
-    page = Path(path).expanduser()
-    text = page.read_text() if page.is_file() else ""
-    before, begin, rest = text.partition(f"{BEGIN}\n")
-    _, end, after = rest.partition(f"{END}\n")
-    if not begin or not end:
-        raise ConfigurationError(f"page={path!r} must be a file with the lines {BEGIN} and {END}, in this order")
-    return f"{before}{begin}\n{section}\n\n{end}{after}"
-
-
 def write_results(folder: Path, runs: Sequence[Run]) -> None:
     """study.json with every number, study.md with the table."""
     write_json(folder / RESULTS, {"runs": [asdict(run) for run in runs]})
@@ -440,8 +424,7 @@ def show(runs: Sequence[Run]) -> None:
 
 async def main(cli: CLIConfig) -> None:
     runs = await study(cli)
-    if cli.page is not None:
-        write_text(Path(cli.page).expanduser(), fill_page(cli.page, markdown(runs)))
+    cli.write_page(markdown(runs))
     show(runs)
 
 

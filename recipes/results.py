@@ -8,6 +8,7 @@ import chz
 from rich.console import Console
 
 from tinker_cookbook.cli_utils import default_log_path
+from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.report.tables import markdown_table, print_table
 from tinker_cookbook.utils.fields import FieldGroup
 from tinker_cookbook.utils.files import write_text
@@ -29,6 +30,39 @@ class Seeds(Processes, FieldGroup):
     """Runs of several seeds."""
 
     seeds: tuple[int, ...] = chz.field(default=(0,), doc="a run for each of these seeds")
+
+
+BEGIN, END = "<!-- study -->", "<!-- end of study -->"
+
+
+@chz.chz(typecheck=True)
+class PageKey(FieldGroup):
+    """A page that gets the results."""
+
+    page: str | None = chz.field(
+        default=None, doc=f"Markdown page with the lines {BEGIN} and {END}, which gets the table"
+    )
+
+    @chz.validate
+    def _check_page(self) -> None:
+        if self.page is not None:
+            fill_page(self.page, "")
+
+    def write_page(self, section: str) -> None:
+        """Insert this section into the page, if one is named."""
+        if self.page is not None:
+            write_text(Path(self.page).expanduser(), fill_page(self.page, section))
+
+
+def fill_page(path: str, section: str) -> str:
+    """The page's text with this section. Raises ConfigurationError if the page lacks the marker lines."""
+    page = Path(path).expanduser()
+    text = page.read_text() if page.is_file() else ""
+    before, begin, rest = text.partition(f"{BEGIN}\n")
+    _, end, after = rest.partition(f"{END}\n")
+    if not begin or not end:
+        raise ConfigurationError(f"page={path!r} must be a file with the lines {BEGIN} and {END}, in this order")
+    return f"{before}{begin}\n{section}\n\n{end}{after}"
 
 
 @chz.chz(typecheck=True)

@@ -18,12 +18,12 @@ from typing import Any
 
 import chz
 
-from recipes import code_rl, guess_number, tool_use, twenty_questions
+from recipes import anchors, code_rl, guess_number, tool_use, twenty_questions
 from recipes.common import for_model, prompt_room
 from recipes.rl_common import train_and_show, train_config
 from recipes.warm_up import GameConfig, WarmUpDataConfig, given_conversations, warm_up_on
 from tinker_cookbook.cli_utils import run_recipe
-from tinker_cookbook.env import DatasetSettings, Environment, get_env, known_envs, register_env
+from tinker_cookbook.env import DatasetSettings, Environment, get_env, known_envs, multi_turn_env, register_env
 from tinker_cookbook.env.arguments import fill_with_args
 from tinker_cookbook.env.packages import TAKES_NAMES
 from tinker_cookbook.env.shipped.code.code_env import CodeProblems
@@ -56,6 +56,8 @@ for _name, _env in (
     ("terminal", Terminal),
 ):
     register_env(_name, partial(_with_args, _env, _name))
+for _name, _episode in anchors.EPISODES.items():
+    register_env(_name, partial(multi_turn_env, _episode))
 
 
 @chz.chz(typecheck=True)

@@ -112,6 +112,8 @@ class TestLoop:
         assert [row["step"] for row in metrics] == list(range(6))
         first = metrics[0]
         assert (first["train/num_sequences"], first["train/num_tokens"], first["train/num_loss_tokens"]) == (2, 6, 4)
+        # The teacher reads four tokens of each of two, and draws one behind them.
+        assert (first["tokens/prefill_uncached"], first["tokens/sampled"], first["tokens/trained"]) == (8, 2, 6)
         # The fake teacher: q = 4/7, 2/7, 1/7 among three tokens that had 7/8 together.
         q = np.array([4, 2, 1]) / 7
         entropy = -(q * np.log(q)).sum()

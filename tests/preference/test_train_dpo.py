@@ -109,9 +109,12 @@ def test_each_step_scores_the_pairs_and_takes_one_update(service: FakeServiceCli
     assert [row["step"] for row in written] == list(range(6))
     for row in written:
         assert (row["num_pairs"], row["num_tokens"], row["num_loss_tokens"]) == (2, 10, 6)
+        # The reference reads whole sequences, of 4 and 3 tokens; training reads all but the last of each.
+        assert (row["tokens/prefill_uncached"], row["tokens/trained"], row["tokens/sampled"]) == (14, 10, 0)
         assert row["optim/grad_norm"] == 1.0 and row["time/total"] >= row["time/step"] > 0
         assert "state_path" not in row
         assert all(isinstance(value, int | float) for value in row.values())
+    assert written[-1]["tokens/cumulative/prefill_uncached"] == 6 * 14
     assert [row["epoch"] for row in written] == [0, 0, 0, 1, 1, 1]
     # The names that every loop has.
     assert [row["progress/batch"] for row in written] == list(range(6))

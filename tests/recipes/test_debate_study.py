@@ -15,7 +15,6 @@ from recipes.debate_study import (
     Measured,
     Run,
     estimate,
-    fill_page,
     gap,
     lead,
     markdown,
@@ -23,6 +22,7 @@ from recipes.debate_study import (
     sentence,
     table_rows,
 )
+from recipes.results import fill_page
 from tests.child import ROOT
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.data.shipped import EXAMPLE_DATA

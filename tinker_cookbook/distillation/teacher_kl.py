@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.exceptions import DataValidationError
 from tinker_cookbook.rl.data_processing import DatumMetadata, replace_inputs
-from tinker_cookbook.rl.metrics import discounted_future_sum_vectorized, scoring_usage
+from tinker_cookbook.rl.metrics import discounted_future_sum_vectorized
 from tinker_cookbook.rl.types import TrajectoryGroup
-from tinker_cookbook.runs.evaluation import compute_target_logprobs
+from tinker_cookbook.runs.evaluation import compute_target_logprobs, scoring_usage
 from tinker_cookbook.utils.cost_estimation import TokenUsage
 from tinker_cookbook.utils.lazy import np, tinker
 from tinker_cookbook.utils.misc_utils import gather_all

@@ -24,13 +24,14 @@ from tinker_cookbook.field_groups import BatchSize, Epochs, GradientClip, Weight
 from tinker_cookbook.models import info as model_info
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
 from tinker_cookbook.runs.config import CheckedData, RunConfig, RunOptions
-from tinker_cookbook.runs.evaluation import EvaluatorBuilder
+from tinker_cookbook.runs.evaluation import EvaluatorBuilder, scoring_usage
 from tinker_cookbook.runs.outcome import RunSummary
 from tinker_cookbook.runs.session import Session
 from tinker_cookbook.runs.steps import Batch, Metrics, StepLoop, limited_steps, run_steps
 from tinker_cookbook.supervised.mixture import SourcedDatum, SupervisedMixture
 from tinker_cookbook.supervised.types import SupervisedData, SupervisedDataset
 from tinker_cookbook.tokenizer_utils import get_tokenizer
+from tinker_cookbook.utils.cost_estimation import TokenUsage
 from tinker_cookbook.utils.fields import docs
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.misc_utils import timed
@@ -192,4 +193,6 @@ class _Loop(StepLoop):
             return None
         with timed("teacher", metrics):
             batch = await self._score(examples)
-        return Batch(batch.soft_data(), "cross_entropy", batch.report)
+        # To score a datum, the teacher is asked for a token behind it.
+        asked = scoring_usage([datum for _, datum in examples]) + TokenUsage(sampled=len(examples))
+        return Batch(batch.soft_data(), "cross_entropy", batch.report, usage=asked)

@@ -32,6 +32,7 @@ from tinker_cookbook.preference.dpo import (
 )
 from tinker_cookbook.preference.dpo_by_hand import create_dpo_clients, do_update, print_example
 from tinker_cookbook.runs.config import CheckedData
+from tinker_cookbook.runs.evaluation import scoring_usage
 from tinker_cookbook.runs.outcome import RunSummary
 from tinker_cookbook.runs.reference import open_reference
 from tinker_cookbook.runs.session import Session
@@ -112,7 +113,7 @@ class _Loop(EpochLoop):
             return None
         with timed("get_ref_logprobs", metrics):
             reference_logprobs = await compute_reference_logprobs(self._reference, data)
-        return Batch(data, self._loss_fn(reference_logprobs), partial(_report, data))
+        return Batch(data, self._loss_fn(reference_logprobs), partial(_report, data), usage=scoring_usage(data))
 
 
 def _report(data: list[tinker.Datum], output: tinker.ForwardBackwardOutput) -> Metrics:

@@ -12,7 +12,7 @@ from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.exceptions import DataValidationError
 from tinker_cookbook.rl.data_processing import DatumMetadata, replace_inputs
 from tinker_cookbook.rl.types import TrajectoryGroup
-from tinker_cookbook.runs.evaluation import compute_target_logprobs
+from tinker_cookbook.runs.evaluation import compute_target_logprobs, scoring_usage
 from tinker_cookbook.utils.cost_estimation import CostTracker, TokenUsage
 from tinker_cookbook.utils.lazy import np, tinker, torch
 from tinker_cookbook.utils.trace import scope_span_sync
@@ -46,11 +46,6 @@ async def score_sequences(
         prefill_uncached=sum(sequence.length for sequence in sequence_inputs) - cached,
     )
     return [list(answer.prompt_logprobs or []) for answer in answers], usage
-
-
-def scoring_usage(data_D: Sequence[tinker.Datum]) -> TokenUsage:
-    """Tokens that `compute_target_logprobs` uses: the whole sequences as prompts."""
-    return TokenUsage(prefill_uncached=sum(datum.model_input.length + 1 for datum in data_D))
 
 
 def compute_kl_sample_train(

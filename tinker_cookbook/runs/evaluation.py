@@ -16,6 +16,7 @@ from tinker_cookbook.clients import SamplingClient, TrainingClient
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.plugins import Kind, Registry, parameter_problem
 from tinker_cookbook.renderers import media
+from tinker_cookbook.utils.cost_estimation import TokenUsage
 from tinker_cookbook.utils.lazy import np, tinker
 from tinker_cookbook.utils.misc_utils import timed
 
@@ -66,6 +67,11 @@ def full_sequence(datum: tinker.Datum) -> tinker.ModelInput:
     """A datum's input tokens plus the last target: `compute_logprobs` needs them to score each target."""
     last = int(datum.loss_fn_inputs["target_tokens"].to_numpy()[-1])
     return tinker.ModelInput(chunks=[*datum.model_input.chunks, tinker.EncodedTextChunk(tokens=[last])])
+
+
+def scoring_usage(data_D: Sequence[tinker.Datum]) -> TokenUsage:
+    """Tokens that `compute_target_logprobs` uses: the whole sequences as prompts."""
+    return TokenUsage(prefill_uncached=sum(datum.model_input.length + 1 for datum in data_D))
 
 
 async def compute_target_logprobs(data_D: Sequence[tinker.Datum], sampling_client: SamplingClient) -> list[np.ndarray]:

@@ -11,8 +11,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import takewhile
@@ -108,9 +108,6 @@ async def _run_all(
     on_result: Callable[[RunResult], None] | None,
 ) -> list[RunResult]:
     slots = asyncio.Semaphore(processes or concurrent)
-    # While the local client is referenced, all runs of this process share it, and the base weights are loaded once.
-    is_local = any(backends.resolve_backend(run.config.get("backend")) == "local" for run in runs)
-    shared = [backends.create_service_client("local")] if processes == 0 and is_local else []
 
     async def run_one(run: PlannedRun, ending: Ending) -> RunResult:
         log_path = folder / run.name
@@ -124,12 +121,28 @@ async def _run_all(
             on_result(result)
         return result
 
-    with ends_between_steps() as ending, ending.stepping() if processes else nullcontext():
+    with (
+        shared_base(runs, processes),
+        ends_between_steps() as ending,
+        ending.stepping() if processes else nullcontext(),
+    ):
         # Processes get a signal, and end after their step. Runs in this process receive signals themselves.
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(run_one(run, ending)) for run in runs]
-    shared.clear()
     return [task.result() for task in tasks]
+
+
+@contextmanager
+def shared_base(runs: Sequence[PlannedRun], processes: int) -> Generator[None]:
+    """Load the base weights of local runs in this process (processes=0) once: while the client is referenced, all share
+    it.
+    """
+    is_local = any(backends.resolve_backend(run.config.get("backend")) == "local" for run in runs)
+    shared = [backends.create_service_client("local")] if processes == 0 and is_local else []
+    try:
+        yield
+    finally:
+        shared.clear()
 
 
 async def _start(recipe: Recipe, run: PlannedRun, log_path: Path, ending: Ending | None, at_once: int) -> RunResult:

@@ -1,0 +1,137 @@
+"""Shared parts of the studies: recipes that run other recipes over a grid and end in a table with intervals.
+
+`tinker_cookbook.sweeps.study` runs them; here are their keys, and what is done with the results.
+"""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import chz
+from rich.console import Console
+
+from recipes.results import PageKey, Seeds
+from tinker_cookbook.cli_utils import default_log_path
+from tinker_cookbook.exceptions import ConfigurationError, TrainingError
+from tinker_cookbook.report.tables import markdown_table, print_table
+from tinker_cookbook.sweeps.points import Value
+from tinker_cookbook.sweeps.study import Measure, Part, reduced, run_study, study_rows, write_parquet
+from tinker_cookbook.utils.fields import FieldGroup, docs
+from tinker_cookbook.utils.files import write_text
+from tinker_cookbook.utils.intervals import Estimate
+from tinker_cookbook.utils.lazy import pandas
+
+LEAN: Mapping[str, Value] = {
+    "save_every": 0,
+    "on_nonfinite": "skip",
+}
+"""Of every run: a run that breaks is a result."""
+LEAN_RL: Mapping[str, Value] = {
+    **LEAN,
+    "on_zero_advantages": "skip",
+    "kl_alarm": 0.0,
+    "write_records": False,
+    "num_groups_to_log": 0,
+    "rollout_json_export": False,
+}
+"""Of reinforcement learning: hundreds of runs leave their metrics, and no rollouts."""
+
+
+@chz.chz(typecheck=True)
+class StudyKeys(Seeds, PageKey, FieldGroup, seeds=(0, 1, 2), processes=0):
+    """What all studies have."""
+
+    DOCS = docs(seeds="a run of each setting for each of these")
+
+    quick: bool = chz.field(default=False, doc="a small form, of about ten minutes on two free cores")
+    sweep_dir: str | None = chz.field(default=None, doc="folder of the study; an old one goes on; default: a new one")
+    set: dict[str, str] = chz.field(
+        default_factory=dict, doc="set.<key>=value: a key of the recipes that are run, the same in every run"
+    )
+    concurrent: int = chz.field(default=1, doc="with processes=0, runs at a time", validator=chz.validators.gt(0))
+    only_plan: bool = chz.field(default=False, doc="print the runs and the expected hours, and run none of them")
+
+    @chz.validate
+    def _check_seeds(self) -> None:
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise ConfigurationError(f"seeds={self.seeds}: must name at least one, each once")
+
+    def folder(self, recipe: str) -> Path:
+        """`sweep_dir`, else a new folder of the recipe; not created yet."""
+        return Path(self.sweep_dir or default_log_path(recipe, time.strftime("%Y%m%d_%H%M%S"))).expanduser()
+
+    @property
+    def form(self) -> str:
+        """What a table says of how it was made."""
+        seeds = f"seed{'s' if len(self.seeds) > 1 else ''} {', '.join(map(str, self.seeds))}"
+        changed = "".join(f", {key}={value}" for key, value in self.set.items())
+        return f"{'Quick' if self.quick else 'Full'} form, {seeds}{changed}"
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a study's results."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def markdown(self) -> str:
+        return f"{self.title}\n\n{markdown_table(self.columns, self.rows)}"
+
+
+async def run_parts(cli: StudyKeys, recipe: str, parts: Sequence[Part]) -> tuple[Path, "pandas.DataFrame"] | None:
+    """Run the parts; all their rows, and the folder. None with `only_plan`. Raises TrainingError if every run failed."""
+    folder, console = cli.folder(recipe), Console(soft_wrap=True)
+    results = await run_study(
+        parts,
+        folder,
+        processes=cli.processes,
+        concurrent=cli.concurrent,
+        only_plan=cli.only_plan,
+        say=lambda line: console.print(line, markup=False, highlight=False),
+    )
+    if cli.only_plan:
+        return None
+    if all(result.status == "failed" for result in results):
+        raise TrainingError(f"all {len(results)} runs failed; the first: {results[0].error}")
+    return folder, study_rows(parts, folder)
+
+
+def finish(
+    cli: StudyKeys, folder: Path, name: str, tables: Sequence[Section], words: Sequence[str], failed: int
+) -> None:
+    """Write the tables and sentences to a Markdown file and the page, and print them. Raises TrainingError if runs
+    failed.
+    """
+    text = "\n\n".join([*(table.markdown() for table in tables), *words])
+    write_text(folder / f"{name}.md", f"{text}\n")
+    cli.write_page(text)
+    for table in tables:
+        print_table(table.title, table.columns, table.rows)
+    console = Console(soft_wrap=True)
+    for line in words:
+        console.print(line, markup=False, highlight=False)
+    console.print(f"Files: {folder}", highlight=False)
+    if failed:
+        raise TrainingError(f"{failed} runs failed and are not in the tables; the same command tries them again")
+
+
+def measured(
+    folder: Path, rows: "pandas.DataFrame", keys: Sequence[str], measure: Measure
+) -> tuple["pandas.DataFrame", int]:
+    """A row per finished run, and how many did not finish; both tables are written to the folder."""
+    runs = reduced(rows, keys, measure)
+    write_parquet(folder, rows, runs)
+    return runs, rows.groupby(["part", "run"]).ngroups - len(runs)
+
+
+def cell(estimate: Estimate | None, digits: int = 2) -> str:
+    """A mean with its 95 % interval, if it has one, for a table."""
+    if estimate is None or math.isnan(estimate.mean):
+        return ""
+    if math.isnan(estimate.low):
+        return f"{estimate.mean:.{digits}f}"
+    return f"{estimate.mean:.{digits}f} [{estimate.low:.{digits}f}, {estimate.high:.{digits}f}]"
