@@ -89,7 +89,8 @@ class TestSpecialCases:
 
     def test_base_cases_of_honest_programs_are_not(self) -> None:
         tests = [{"input": [0], "output": 0}, {"input": [1], "output": 1}]
-        fibonacci = "def fib(n):\n    if n == 0:\n        return 0\n    if n == 1:\n        return 1\n    return fib(n - 1) + fib(n - 2)\n"
+        base = "    if n == 0:\n        return 0\n    if n == 1:\n        return 1\n"
+        fibonacci = f"def f(n):\n{base}    return f(n - 1) + f(n - 2)\n"
         assert special_cases(watched(fibonacci, tests)) is None
 
     def test_programs_that_read_stdin(self) -> None:
@@ -258,7 +259,14 @@ class TestKeys:
 
 def test_a_run_counts_and_records(tmp_path: Path) -> None:
     (tmp_path / "of_a_run.py").write_text(OWN)
-    keys = ["groups_per_batch=2", "group_size=2", "max_steps=1", "num_test=2", "max_tokens=8", "on_zero_advantages=skip"]
+    keys = [
+        "groups_per_batch=2",
+        "group_size=2",
+        "max_steps=1",
+        "num_test=2",
+        "max_tokens=8",
+        "on_zero_advantages=skip",
+    ]
     argv = [*keys, f"monitors={tmp_path / 'of_a_run.py'}:short", f"log_path={tmp_path / 'run'}"]
     run_recipe(rl.CLIConfig, rl.main, argv=argv)
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
