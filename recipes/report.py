@@ -21,8 +21,10 @@ from rich.console import Console
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.field_groups import RunFolder
+from tinker_cookbook.report import failures
 from tinker_cookbook.report.export import INSPECT_SUFFIX, SPANS_SUFFIX, chosen_steps, write_inspect_log, write_spans
 from tinker_cookbook.report.page import write_page
+from tinker_cookbook.report.rollouts import index_run, words_of
 from tinker_cookbook.report.runs import RunData, open_runs
 from tinker_cookbook.report.serve import serve
 from tinker_cookbook.utils.fields import docs
@@ -47,6 +49,12 @@ class CLIConfig(RunFolder):
         default=None, doc="with out=....eval or .jsonl: of which steps, such as 7 or 0-9; None: of all"
     )
     title: str | None = chz.field(default=None, doc="of the page; None: the name of the first folder")
+    failures: int = chz.field(
+        default=failures.WORST,
+        doc="how many of the worst rollouts, of those that monitors flag, and of the groups that were given up are listed here, "
+        "with their reasons; 0: none",
+        validator=chz.validators.ge(0),
+    )
     serve: bool = chz.field(default=False, doc="serve the page on this machine instead, until Ctrl-C")
     port: int = chz.field(
         default=8420,
@@ -78,6 +86,9 @@ def main(cli: CLIConfig) -> None:
         return
     with console.status("reading") as status:
         content = write_page(runs, title, status.update)
+    for run in runs if cli.failures else []:
+        if run.steps():
+            failures.show(index_run(run, words_of(run)), run.label, cli.failures)
     path = Path(cli.out).expanduser() if cli.out is not None else first / BASE_NAME
     write_bytes(path, content)
     print(f"{path}: {len(runs)} run{'s' if len(runs) > 1 else ''}, {len(content) / 1e6:.1f} MB")

@@ -17,16 +17,15 @@ from typing import Any, TypeVar
 
 import chz
 
+from tinker_cookbook.asked_model import AskedModel
 from tinker_cookbook.clients import ServiceClient
-from tinker_cookbook.completers import MessageCompleter, TinkerMessageCompleter
-from tinker_cookbook.endpoints import AskConfig
+from tinker_cookbook.completers import MessageCompleter
 from tinker_cookbook.env.rewards import weighted_mean
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.field_groups import Weighted
 from tinker_cookbook.renderers import get_text_content
 from tinker_cookbook.utils.fields import docs
 from tinker_cookbook.utils.misc_utils import gather_all
-from tinker_cookbook.weights_config import AskedWeights
 
 T = TypeVar("T")
 
@@ -223,7 +222,7 @@ def _average_of_each(rows: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 @chz.chz(typecheck=True)
-class RubricGraderConfig(AskedWeights, AskConfig, max_tokens=512):
+class RubricGraderConfig(AskedModel):
     """The grader: an OpenAI-compatible endpoint, or weights."""
 
     DOCS = docs(weights="grade instead, if they are named: a base model, or a checkpoint of one")
@@ -232,31 +231,4 @@ class RubricGraderConfig(AskedWeights, AskConfig, max_tokens=512):
         self, name: str, criteria: Sequence[Criterion], service: ServiceClient | None = None
     ) -> RubricGrader:
         """The grader, called `name` in errors. `service` is the run's, as in WeightsConfig.open. Raises as `check`."""
-        if self._names_weights:
-            policy = await self.weights.open_policy(f"{name}.weights", service)
-            completer: MessageCompleter = TinkerMessageCompleter(
-                policy.sampling_client, policy.renderer, self.max_tokens, temperature=self.temperature, seed=self.seed
-            )
-        else:
-            completer = self.open_endpoint(name)
-        return RubricGrader(completer, criteria, self.max_retries)
-
-    @property
-    def _names_weights(self) -> bool:
-        return self.weights.base_model is not None or self.weights.load_checkpoint_path is not None
-
-    def check(self, name: str, backend: str | None = None, base_url: str | None = None) -> None:
-        """Raises ConfigurationError unless exactly one grader is set, and if it is invalid.
-
-        Args:
-            backend, base_url: those of the run, as in WeightsConfig.check.
-        """
-        if self.endpoint.is_named == self._names_weights:
-            what = "endpoint and weights are both named" if self._names_weights else "no grader is named"
-            raise ConfigurationError(
-                f"{name}: {what}; give {name}.endpoint.base_url and {name}.endpoint.model, or {name}.weights.base_model"
-            )
-        if self._names_weights:
-            self.weights.check(f"{name}.weights", backend, base_url)
-        else:
-            self.endpoint.check(f"{name}.endpoint")
+        return RubricGrader(await self.open_completer(name, service), criteria, self.max_retries)

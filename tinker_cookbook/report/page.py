@@ -27,6 +27,7 @@ SCRIPTS = (
     "overview.js",
     "group.js",
     "rollouts.js",
+    "failures.js",
     "chat.js",
     "panels.js",
     "main.js",
@@ -54,11 +55,7 @@ def write_page(runs: Sequence[RunData], title: str, progress: Callable[[str], No
     parts: list[tuple[str, str]] = []
     for i, (run, facts) in enumerate(zip(runs, content["runs"], strict=True)):
         words = rollouts.words_of(run)
-        index: dict[str, list[Any]] = {name: [] for name in rollouts.INDEX_COLUMNS}
-        for step in run.steps():
-            progress(f"{run.label}: rollouts of step {step}")
-            for name, values in rollouts.index_step(run, step, words).items():
-                index[name] += values
+        index = rollouts.index_run(run, words, progress)
         parts.append((f"run{i}-index", pack(index)))
         packed, whole = _tokens_of(run, words, room, progress)
         facts["steps"] = sorted(packed)

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from tinker_cookbook.exceptions import DataFormatError
+from tinker_cookbook.report.failures import why
 from tinker_cookbook.report.runs import RunData
 from tinker_cookbook.runs.vocabulary import split_text
 from tinker_cookbook.stores.images import ShownImage
 
 INDEX_COLUMNS = (
     "step", "group", "member", "turns", "tokens", "reward", "advantage", "trained", "stop", "verdict", "tags", "seat",
-    "text",
+    "text", "why", "flags", "timeouts", "env_s", "slowest_s", "failed",
 )  # fmt: skip
 _READ = (
     "group", "member", "turn", "completion", "total_reward", "member_advantage", "trained", "rollout_stop_reason",
-    "verdict", "tags", "role",
+    "verdict", "tags", "role", "stop_reason", "metrics", "info",
 )  # fmt: skip
+_LATER = "env_seconds"
+"""A column that files of earlier versions lack."""
 DIGITS = 5
 EXCERPT = 160
 """Characters of a rollout in its line."""
@@ -55,10 +58,12 @@ def words_of(run: RunData) -> Words:
 
 
 def index_step(run: RunData, step: int, words: Words) -> dict[str, list[Any]]:
-    """A value per rollout of a step for each of INDEX_COLUMNS; empty if no records were written.
+    """A value per rollout of a step for each of INDEX_COLUMNS (of `failed`: per group that was given up, with its `step`,
+    `group` and `errors`); empty if no records were written.
 
     `tokens` counts the sampled ones, `advantage` is the member's own, `seat` the role, `text` the beginning of its
-    replies.
+    replies; `why`, `timeouts` and `flags` are those of `failures.why`; `env_s` are the seconds that the environment took in
+    all, `slowest_s` those of its slowest answer, None where nothing was timed.
 
     Raises:
         DataFormatError: the file is damaged.
@@ -72,7 +77,9 @@ def index_step(run: RunData, step: int, words: Words) -> dict[str, list[Any]]:
         return index
     name = run.store.url(f"step {step}")
     try:
-        table = parquet.read_table(pyarrow.BufferReader(content), columns=list(_READ))
+        there = parquet.read_schema(pyarrow.BufferReader(content)).names
+        wanted = [*_READ, *([_LATER] if _LATER in there else [])]
+        table = parquet.read_table(pyarrow.BufferReader(content), columns=wanted)
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise DataFormatError(f"{name}: its rollouts cannot be read ({error})") from error
     group, member = table["group"].to_numpy(), table["member"].to_numpy()
@@ -95,8 +102,30 @@ def index_step(run: RunData, step: int, words: Words) -> dict[str, list[Any]]:
     index["verdict"] = rows["verdict"].to_pylist()
     index["tags"] = [", ".join(json.loads(tags)) for tags in rows["tags"].to_pylist()]
     index["seat"] = rows["role"].to_pylist()
+    turns = table.select([name for name in wanted if name != "completion"]).to_pylist()
+    for a, b in zip(first.tolist(), last.tolist(), strict=True):
+        words_of_it, timeouts, flags = why(turns[a:b])
+        seconds = [turn[_LATER] for turn in turns[a:b] if turn.get(_LATER) is not None]
+        index["why"].append(words_of_it)
+        index["timeouts"].append(timeouts)
+        index["flags"].append(flags)
+        index["env_s"].append(_number(sum(seconds)) if seconds else None)
+        index["slowest_s"].append(_number(max(seconds)) if seconds else None)
+    index["failed"] = [{"step": step, **group} for group in failed_groups(run, step)]
     replies = table["completion"].combine_chunks()
     index["text"] = [_excerpt(replies[a:b], words) for a, b in zip(first.tolist(), last.tolist(), strict=True)]
+    return index
+
+
+def index_run(
+    run: RunData, words: Words, progress: Callable[[str], None] = lambda message: None
+) -> dict[str, list[Any]]:
+    """`index_step` of all steps, one after the other. `progress` is called with what is being read."""
+    index: dict[str, list[Any]] = {name: [] for name in INDEX_COLUMNS}
+    for step in run.steps():
+        progress(f"{run.label}: rollouts of step {step}")
+        for name, values in index_step(run, step, words).items():
+            index[name] += values
     return index
 
 

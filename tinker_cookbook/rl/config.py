@@ -23,6 +23,7 @@ from tinker_cookbook.rl.algorithms import (
 )
 from tinker_cookbook.rl.curriculum import CurriculumConfig
 from tinker_cookbook.rl.entropy import EntropyConfig
+from tinker_cookbook.rl.monitors import MonitorKeys
 from tinker_cookbook.rl.off_policy import OffPolicyCorrection
 from tinker_cookbook.rl.overlong import OverlongConfig
 from tinker_cookbook.rl.rollout_limits import MAX_GROUPS_IN_FLIGHT, Termination, TerminationRewardPolicy
@@ -155,7 +156,7 @@ class UpdateOptions(RolloutKey, SamplingOptions):
 
 
 @chz.chz(typecheck=True)
-class RLOptions(Truncation, Termination, UpdateOptions):
+class RLOptions(MonitorKeys, Truncation, Termination, UpdateOptions):
     """Settings of the reinforcement learning loop."""
 
     DOCS = docs(termination="reward of a rollout that hit a limit; None: as set in `rollout`")
@@ -292,6 +293,7 @@ def check_config(config: Config) -> None:
     """Check everything that can be checked without loading a model. Raises ConfigurationError naming the fix."""
     backend = config.check_setup()
     check_loss(config.training_loss_fn(), config.loss_fn_config, backend)
+    config.check_monitors(config.backend, config.base_url)
     _check_async_loss(config)
     warn_if_low(config.learning_rate, config.model_name)
     _check_temperature(config, backend)

@@ -11,6 +11,7 @@ import copy
 import logging
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from typing import Any
 
 from tinker_cookbook.completers import StopCondition
 from tinker_cookbook.exceptions import ConfigurationError
@@ -69,6 +70,10 @@ class MessageEnv(ABC):
     @abstractmethod
     async def step(self, message: Message) -> MessageStepResult:
         """Take the policy's complete reply. Tool calls that cannot be parsed are in its `unparsed_tool_calls`."""
+
+    def describe(self) -> dict[str, Any]:
+        """What the records and monitors are told of the episode besides its turns; empty by default."""
+        return {}
 
     async def observe_truncated_response(self, message: Message) -> list[Message] | None:
         """Take a truncated reply (terminate_on_length=False).

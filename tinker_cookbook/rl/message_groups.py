@@ -41,5 +41,8 @@ class MessageGroupBuilder(EnvGroupBuilder):
             records.append(Record("episode", {"messages": messages}, [RecordedMember(i, "episode", texts)]))
         return records
 
+    def describe_members(self, env_group: Sequence[Env]) -> list[dict[str, Any]]:
+        return [env.message_env.describe() if isinstance(env, EnvFromMessageEnv) else {} for env in env_group]
+
     def logging_tags(self) -> list[str]:
         return [self.dataset_name]

@@ -8,12 +8,14 @@ from functools import partial
 
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.completers import TinkerTokenCompleter
+from tinker_cookbook.rl.monitors import scan
 from tinker_cookbook.rl.rollout_files import StepRollouts
 from tinker_cookbook.rl.rollout_presets import RolloutConfig
 from tinker_cookbook.rl.rollout_strategy import RolloutStrategy
 from tinker_cookbook.rl.rollouts import ZERO_REWARD_METRIC_KEY, RolloutErrorCounter, do_batch_rollout, finished_groups
 from tinker_cookbook.rl.transcripts import evaluation_files
 from tinker_cookbook.rl.types import (
+    MONITOR_PREFIX,
     PARSE_ERROR_MASKED_METRIC_KEY,
     STOP_METRIC_PREFIX,
     EnvGroupBuilder,
@@ -92,6 +94,8 @@ def _group_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
         if key in reported:
             interval = clustered_mean(by_group[key], low, high)
             metrics |= {f"{key}_low": interval.low, f"{key}_high": interval.high}
+    flagged = [key for key in reported if key.startswith(MONITOR_PREFIX) and key.count("/") == 1]
+    metrics |= {f"{key}_count": sum(reported[key]) for key in sorted(flagged)}
     shares = dict.fromkeys(_OF_EPISODES, len(trajectories)) | dict.fromkeys(_OF_TURNS, len(transitions))
     shares |= dict.fromkeys((key for key in reported if key.startswith(STOP_METRIC_PREFIX)), len(trajectories))
     return metrics | {key: sum(values) / shares.get(key, len(values)) for key, values in sorted(reported.items())}
@@ -159,6 +163,8 @@ class RLTestSetEvaluator(SamplingClientEvaluator):
         if files is not None:
             rollouts = StepRollouts(outcomes, [None] * len(outcomes))
             files.write(self.name, rollouts, num_shown, sampling_client.get_tokenizer())
+        for group in finished_groups(outcomes):
+            await scan(group, sampling_client.get_tokenizer)
         errors = RolloutErrorCounter()
         for outcome in outcomes:
             errors.ingest(outcome)

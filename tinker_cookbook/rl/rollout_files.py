@@ -145,6 +145,7 @@ def _rows(step: StepRollouts) -> Iterator[dict[str, Any]]:
                     "advantages": trained[1],
                     "masked": masked,
                     "stop_reason": transition.ac.stop_reason,
+                    "env_seconds": transition.env_seconds,
                     "reward": transition.reward,
                     "metrics": text(transition.metrics),
                     "logs": text(transition.logs),

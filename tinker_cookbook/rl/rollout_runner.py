@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -316,12 +317,20 @@ class _Rollout:
                 return await call_policy(self.policy, self.observation, self.stop, max_tokens)
 
     async def _step(self, action: TokensWithLogprobs) -> None:
+        started = time.perf_counter()
         with scope_span_sync("env_step"):
             result = await step_env(self.env, action.tokens, {"stop_reason": action.stop_reason})
         reason = stop_reason_from_metrics(result.metrics)
         metrics = _without_stop(result.metrics)
         transition = Transition(
-            self.observation, action, result.reward, result.episode_done, metrics, result.logs, self.notes.take()
+            self.observation,
+            action,
+            result.reward,
+            result.episode_done,
+            metrics,
+            result.logs,
+            self.notes.take(),
+            time.perf_counter() - started,
         )
         self.transitions.append(transition)
         self.sampled_tokens += len(action.tokens)

@@ -12,6 +12,7 @@ from tinker_cookbook.completers import TinkerTokenCompleter
 from tinker_cookbook.rl.advantages import lacks_signal
 from tinker_cookbook.rl.config import Config
 from tinker_cookbook.rl.item_dataset import TrainingBatches
+from tinker_cookbook.rl.monitors import scan
 from tinker_cookbook.rl.overlong import penalize_overlong
 from tinker_cookbook.rl.rollout_strategy import describe_group
 from tinker_cookbook.rl.rollouts import FailedGroup, try_group_rollout
@@ -103,6 +104,7 @@ class Sampler:
         )
         tokens = 0
         if not isinstance(group, FailedGroup):
+            await scan(group, self.client.get_tokenizer)
             tokens = sum(trajectory.num_action_tokens for trajectory in group.trajectories_G)
             if config.overlong is not None:
                 group = penalize_overlong(group, config.overlong, config.max_tokens)

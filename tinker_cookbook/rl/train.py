@@ -40,6 +40,7 @@ from tinker_cookbook.rl.minibatch import (
     finite_passes,
     prepare_minibatch,
 )
+from tinker_cookbook.rl.monitors import watched_by
 from tinker_cookbook.rl.records import RecordWriter
 from tinker_cookbook.rl.rollout_executor import get_rollout_executor, set_rollout_executor
 from tinker_cookbook.rl.rollout_files import run_settings
@@ -142,7 +143,8 @@ async def _run(config: Config, penalties: Sequence[Penalty]) -> None:
         loop = Loop(config, session, sampler, rounds, penalties)
         try:
             clients = session.service, session.training_client, config.model_name, session.run.log_path
-            with clients_of_run(*clients, start):
+            monitors = await config.open_monitors(session.service)
+            with clients_of_run(*clients, start), watched_by(monitors):
                 if config.async_config is not None:
                     await do_async_training(loop, config.async_config)
                 elif config.stream_minibatch_config is not None:

@@ -108,7 +108,7 @@ def rollout_rows(step: StepRollouts, tokenizer: Tokenizer) -> list[dict[str, Any
     rows: list[dict[str, Any]] = []
     for index, (group, _, advantages_G) in enumerate(step.groups()):
         for member in [] if isinstance(group, FailedGroup) else group.members():
-            turns = list(_turns(member.trajectory, tokenizer))
+            turns = list(shown_turns(member.trajectory, tokenizer))
             text = "".join([(added if turn else "") + reply for turn, (added, _, reply) in enumerate(turns)])
             prompt = turns[0][0] if turns else media.decode(media.elements(member.trajectory.final_ob), tokenizer)
             seat, verdict, judge = (member.info.get(key) for key in ("agent", "verdict", "judge"))
@@ -141,7 +141,7 @@ def _member(member: Member, advantages_G: Advantages | None) -> dict[str, Any]:
     }
 
 
-def _turns(trajectory: Trajectory, tokenizer: Tokenizer) -> Iterator[tuple[str, bool, str]]:
+def shown_turns(trajectory: Trajectory, tokenizer: Tokenizer) -> Iterator[tuple[str, bool, str]]:
     """For each turn, what its prompt adds to the earlier turns, whether it extends them, and the reply."""
     for turn, (added, extends) in zip(trajectory.transitions, _added(trajectory), strict=True):
         yield media.decode(added, tokenizer), extends, decode_tokens(tokenizer, turn.ac.tokens)

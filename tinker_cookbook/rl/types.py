@@ -41,6 +41,9 @@ def __getattr__(name: str) -> Any:
 STOP_METRIC_PREFIX = "stop/"
 """The last transition of a trajectory has one metric stop/<reason>, of value 1, that says how it ended."""
 
+MONITOR_PREFIX = "monitor/"
+"""A member's metric monitor/<name>, 1 or 0, says whether a monitor (`rl.monitors`) holds it to be a hack."""
+
 PARSE_ERROR_MASKED_METRIC_KEY = "parse_error_masked"
 """A transition with this metric is a reply that could not be parsed and is not trained on: mask 0, advantage 0."""
 
@@ -91,6 +94,8 @@ class Transition:
     logs: Logs = field(default_factory=Logs)
     notes: list[logtree.Node] = field(default_factory=list[logtree.Node])
     """what the env wrote with `logtree` up to the end of this turn, if its group is among those that are shown"""
+    env_seconds: float | None = None
+    """how long the env took to answer the reply (tools, sandboxes, rewards), waiting included; None: not measured"""
 
 
 @dataclass(frozen=True)

@@ -34,10 +34,10 @@ _VALUES = {
     "sampling_client_step": "int32", "prompt_shared": "int32", "masked": "bool", "stop_reason": "string", "reward": "float64",
     "metrics": "string", "logs": "string", "total_reward": "float64", "final_reward": "float64",
     "member_advantage": "float64", "trained": "bool", "rollout_stop_reason": "string", "verdict": "string",
-    "group_metrics": "string", "info": "string", "images": "string",
+    "group_metrics": "string", "info": "string", "images": "string", "env_seconds": "float64",
 }  # fmt: skip
 COLUMNS = (*_VALUES, *_LISTS)
-_LATER = ("weight_versions", "images")
+_LATER = ("weight_versions", "images", "env_seconds")
 """Columns that files of earlier versions lack; their values are None there, as if there were none."""
 
 

@@ -1,7 +1,7 @@
 "use strict";
 // The page: which runs, which panel, and what is new of a run that goes on.
 
-const PANELS = [["overview", "Overview", overview], ["curves", "Curves", charts], ["compare", "Runs", compare], ["rollouts", "Rollouts", browser], ["chat", "Chat", chat], ["timing", "Timing", timing], ["config", "Config", config]];
+const PANELS = [["overview", "Overview", overview], ["curves", "Curves", charts], ["compare", "Runs", compare], ["rollouts", "Rollouts", browser], ["failures", "Failures", failures], ["chat", "Chat", chat], ["timing", "Timing", timing], ["config", "Config", config]];
 
 const app = {
   chosen: new Set(),

@@ -1,7 +1,7 @@
 "use strict";
 // Where the page has its data from: this file, or the process that serves it.
 
-const INDEX_COLUMNS = ["step", "group", "member", "turns", "tokens", "reward", "advantage", "trained", "stop", "verdict", "tags", "seat", "text"];
+const INDEX_COLUMNS = ["step", "group", "member", "turns", "tokens", "reward", "advantage", "trained", "stop", "verdict", "tags", "seat", "text", "why", "flags", "timeouts", "env_s", "slowest_s", "failed"];
 
 function emptyIndex() {
   return Object.fromEntries(INDEX_COLUMNS.map((name) => [name, []]));

@@ -5,6 +5,7 @@ code block. Of hidden tests only the number is told; errors and the tests that t
 """
 
 from functools import partial
+from typing import Any
 
 import chz
 
@@ -24,6 +25,7 @@ from tinker_cookbook.field_groups import TestDataset, TurnLimit
 from tinker_cookbook.renderers import Message, get_text_content
 from tinker_cookbook.rl.message_env import MessageEnv, MessageStepResult
 from tinker_cookbook.rl.message_groups import MessageGroupBuilder
+from tinker_cookbook.rl.monitors.special_cases import VISIBLE_TESTS
 from tinker_cookbook.rl.types import EnvGroupBuilder, Logs, Metrics
 from tinker_cookbook.sandbox import Sandbox, SandboxKeys, SandboxLimits
 from tinker_cookbook.utils.code_blocks import last_code_block
@@ -123,6 +125,11 @@ class CodeEnv(MessageEnv):
         question = question_text(self.problem, self.rewards.shown_tests)
         self.messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
         return list(self.messages)
+
+    def describe(self) -> dict[str, Any]:
+        shown = self.problem.tests[: self.rewards.shown_tests]
+        tests = [{"input": test.input, "output": test.output} for test in shown]
+        return {"instance_id": self.problem.id, VISIBLE_TESTS: tests}
 
     async def step(self, message: Message) -> MessageStepResult:
         code = last_code_block(get_text_content(message))

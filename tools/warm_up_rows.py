@@ -1,0 +1,176 @@
+"""Conversations for a supervised stage before reinforcement learning, of training questions alone.
+
+    python -m tools.warm_up_rows rows=code_lines out=lines.jsonl
+    python -m tools.warm_up_rows rows=code_debate out=debates.jsonl count=8000
+    python -m tools.warm_up_rows rows=reasoning_gym:chain_sum config.max_terms=2 config.max_digits=2 out=sums.jsonl
+
+`code_lines` are right lines; `code_debate` are answers of task=code_lines with mistakes, objections to such answers, and what an
+author offers to the judge; `reasoning_gym:NAME` are right answers (the extra `reasoning`). The same keys give the same file.
+"""
+
+import random
+from collections.abc import Iterator
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import chz
+
+from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.debate.prompts import OPPONENT
+from tinker_cookbook.env.reasoning.environment import ReasoningGym
+from tinker_cookbook.env.shipped.code.lines import (
+    CHECKED,
+    LineProgram,
+    line_conversations,
+    line_programs,
+    split_programs,
+)
+from tinker_cookbook.env.shipped.questions.code_lines import (
+    LINES_SYSTEM,
+    OBJECTION_REQUEST,
+    STEPS,
+    SUPPORT_REQUEST,
+    line_row,
+    value_of,
+)
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.renderers import Message
+from tinker_cookbook.utils.fields import positive_or_none
+from tinker_cookbook.utils.files import write_jsonl
+
+LINES, DEBATE, REASONING = "code_lines", "code_debate", "reasoning_gym:"
+FORGOTTEN = ("at least", "at most", "drop the sign")
+"""Steps that writers forget: the line is then right for most arguments, or for few."""
+FORGETS, MISREADS = 0.6, 0.15
+"""How often a writer forgets such a step, and how often one takes a constant for its neighbour otherwise."""
+OBJECTION_SKILL, SUPPORT_SKILL = 0.9, 0.9
+"""How often a speech names an argument where the line is wrong (right), if there is one; else any."""
+OBJECTS_TO_WRONG = 0.8
+"""How often an objection is to a line that is wrong, if writers get the program wrong at all."""
+KINDS = {"answer": 4, "debate": 5, "consultancy": 1}
+SEED_OF_QUESTIONS = 20_000
+"""Added to the seed: the questions of runs with small seeds are others."""
+
+
+@chz.chz(typecheck=True)
+class CLIConfig:
+    """Keys of `python -m tools.warm_up_rows`."""
+
+    rows: str = chz.field(doc=f"{LINES}, {DEBATE} or {REASONING}NAME")
+    out: str = chz.field(doc="the JSONL file to write")
+    count: int | None = chz.field(
+        default=None, doc="conversations; None: all programs of code_lines, 3000 of others", validator=positive_or_none
+    )
+    seed: int = chz.field(default=0, doc="what is drawn depends on it")
+    config: dict[str, Any] = chz.field(
+        default_factory=dict, doc="fields of the generator's config, as config.max_terms=2"
+    )
+
+    @chz.validate
+    def _check(self) -> None:
+        if self.rows not in (LINES, DEBATE) and not self.rows.startswith(REASONING):
+            raise ConfigurationError(f"rows={self.rows!r} is unknown; use {LINES}, {DEBATE} or {REASONING}NAME")
+        if self.config and not self.rows.startswith(REASONING):
+            raise ConfigurationError(f"config is of {REASONING}NAME; leave it out with rows={self.rows}")
+
+
+@cache
+def _by_words() -> dict[str, LineProgram]:
+    return {program.words: program for program in line_programs(STEPS)}
+
+
+def written_line(program: LineProgram, rng: random.Random) -> str:
+    """What a careless writer puts down for a program."""
+    steps = program.words.split(", then ")
+    forgettable = [i for i, step in enumerate(steps) if step.startswith(FORGOTTEN)]
+    if forgettable and rng.random() < FORGETS:
+        del steps[rng.choice(forgettable)]
+        if not steps:
+            return "x"
+    elif rng.random() < MISREADS:
+        i = rng.randrange(len(steps))
+        words, _, constant = steps[i].rpartition(" ")
+        if constant.isdigit():
+            steps[i] = f"{words} {int(constant) + rng.choice((-1, 1))}"
+    other = _by_words().get(", then ".join(steps))
+    return program.line if other is None else other.line
+
+
+def _wrong_line(program: LineProgram, rng: random.Random) -> str:
+    """A line that is wrong, if a few attempts give one."""
+    lines = (written_line(program, rng) for _ in range(8))
+    return next((line for line in lines if not all(_right(program, line))), program.line)
+
+
+def _spoken(program: LineProgram, line: str, rng: random.Random, word: str, skill: float) -> str:
+    """A speech about a line that names an argument where it is wrong or right."""
+    wanted = [x for x, right in zip(CHECKED, _right(program, line), strict=True) if right == (word == "right")]
+    x = rng.choice(wanted) if wanted and rng.random() < skill else rng.choice(CHECKED)
+    return f"f({x}) is {word}."
+
+
+def _right(program: LineProgram, line: str) -> list[bool]:
+    return [value_of(line, x) == value for x, value in zip(CHECKED, program.values, strict=True)]
+
+
+def debate_conversations(seed: int) -> Iterator[list[Message]]:
+    """Answers with mistakes, and speeches about answers, without end."""
+    rng, programs = random.Random(f"warm_up/{seed}"), split_programs(STEPS, "train")
+    while True:
+        program = rng.choice(programs)
+        line = written_line(program, rng)
+        messages: list[Message] = [
+            {"role": "system", "content": LINES_SYSTEM},
+            {"role": "user", "content": line_row(program)["question"]},
+            {"role": "assistant", "content": _tagged(line)},
+        ]
+        (kind,) = rng.choices([*KINDS], [*KINDS.values()])
+        if kind == "debate":
+            theirs = _wrong_line(program, rng) if rng.random() < OBJECTS_TO_WRONG else written_line(program, rng)
+            request = OBJECTION_REQUEST.replace(OPPONENT, _tagged(theirs))
+            speech = _spoken(program, theirs, rng, "wrong", OBJECTION_SKILL)
+            messages += _exchange(request, speech)
+        elif kind == "consultancy":
+            speech = _spoken(program, line, rng, "right", SUPPORT_SKILL)
+            messages += _exchange(SUPPORT_REQUEST, speech)
+        yield messages
+
+
+def _exchange(request: str, speech: str) -> list[Message]:
+    return [{"role": "user", "content": request}, {"role": "assistant", "content": speech}]
+
+
+def _tagged(line: str) -> str:
+    return f"<SOLUTION>{line}</SOLUTION>"
+
+
+def reasoning_conversations(name: str, config: dict[str, Any], seed: int) -> Iterator[list[Message]]:
+    """Training questions of a generator with their answers between the tags, without end."""
+    env = ReasoningGym(generators={name: 1.0}, config={name: config})
+    mixture = env.mixture(SEED_OF_QUESTIONS + seed)
+    for number in range(env.size):
+        content = mixture.entry(number, is_test=False).content
+        yield [
+            {"role": "system", "content": env.system_prompt},
+            {"role": "user", "content": content["question"]},
+            {"role": "assistant", "content": _tagged(content["answer"])},
+        ]
+
+
+def main(cli: CLIConfig) -> None:
+    if cli.rows == LINES:
+        conversations = line_conversations(STEPS, "words")
+    elif cli.rows == DEBATE:
+        conversations = debate_conversations(cli.seed)
+    else:
+        conversations = reasoning_conversations(cli.rows.removeprefix(REASONING), cli.config, cli.seed)
+    count = cli.count or (None if cli.rows == LINES else 3000)
+    rows = [{"messages": messages} for messages in islice(conversations, count)]
+    write_jsonl(Path(cli.out).expanduser(), rows)
+    print(f"{cli.out}: {len(rows)} conversations")
+
+
+if __name__ == "__main__":
+    run_recipe(CLIConfig, main)
