@@ -197,6 +197,10 @@ VARIABLES = {
     "TINKER_LOCAL_VLLM_ENFORCE_EAGER": Variable(
         "1: vLLM captures no CUDA graphs", lambda text: int(_one_of("0", "1")(text))
     ),
+    "TINKER_LOCAL_VLLM_SLEEP": Variable(
+        "1: vLLM gives its share of a GPU's memory to training, and takes it back for the next sample",
+        lambda text: int(_one_of("0", "1")(text)),
+    ),
     "TINKER_LOCAL_VLLM_RESTART_EVERY": Variable(
         "vLLM's process is replaced after so many adapters; default 0: never", _integer(0)
     ),

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tinker_local_backend.command import parse, run
 from tinker_local_backend.engine.model.footprint import Footprint, footprint
 from tinker_local_backend.engine.model.loading import model_config
-from tinker_local_backend.engine.model.memory_plan import RANK, MemoryPlan, of_card
+from tinker_local_backend.engine.model.memory_plan import RANK, USABLE, MemoryPlan, of_card, vllm_cache_tokens
 from tinker_local_backend.engine.model.refusals import refuse_unsupported
 from tinker_local_backend.errors import ModelLoadError
 
@@ -36,8 +36,9 @@ class Config:
 
     KV cache: tokens that the sampler keeps at a time. rows at N: sequences of N tokens that it holds. tokens in a pass: what
     training packs into one; "recomputed": layers run again in the backward pass, as fewer than 2,048 tokens fit otherwise.
-    longest datum: tokens, with recomputation. Shares: adapter (in training, with gradient and moments), snapshots (sampled from),
-    slots (adapters in captured decode steps), graphs (those steps), logits (buffers), activations (of a training pass).
+    longest datum: tokens, with recomputation. With vllm_share vLLM samples, and the engine's cache only scores prompts.
+    Shares: adapter (in training, with gradient and moments), snapshots (sampled from), slots (adapters in captured decode steps),
+    graphs (those steps), logits (buffers), activations (of a training pass).
     """
 
     model: str = chz.field(
@@ -49,6 +50,21 @@ class Config:
     quantization: Literal["none", "nf4", "int8", "fp8"] = chz.field(
         default="none", doc="value of TINKER_LOCAL_QUANTIZATION"
     )
+
+    vllm_share: float = chz.field(
+        default=0.0,
+        doc="of each card, for a vLLM process that samples (TINKER_LOCAL_VLLM_GPU_MEMORY_UTILIZATION); 0: the engine samples",
+    )
+    vllm_sleeps: bool = chz.field(
+        default=False, doc="vLLM gives its share back while the engine trains (TINKER_LOCAL_VLLM_SLEEP)"
+    )
+
+    @chz.validate
+    def _vllm_has_a_share(self) -> None:
+        if not 0 <= self.vllm_share < 1:
+            raise ValueError(f"vllm_share must be a share of a card below 1, got {self.vllm_share}")
+        if self.vllm_sleeps and not self.vllm_share:
+            raise ValueError("vllm_sleeps=True without vllm_share: say which share of a card vLLM has")
 
     @chz.validate
     def _cards_have_memory(self) -> None:
@@ -108,6 +124,19 @@ def shares_of(plans: dict[float, MemoryPlan]) -> list[list[str]]:
     return rows
 
 
+def vllm_rows_of(cards: Sequence[float], size: Footprint, share: float) -> list[list[str]]:
+    """The table: what fits into vLLM's share of each card."""
+    rows = [["GiB", "vLLM's share", "its cache, at most", *(f"rows at {n:,}" for n in CONTEXTS)]]
+    for gib in cards:
+        tokens, taken = vllm_cache_tokens(gib, size, share), share * gib * USABLE
+        if tokens <= 0:
+            missing = -tokens * size.kv_token / GIB
+            rows.append([f"{gib:g}", f"vLLM does not start in {taken:.1f} GiB: {missing:.1f} GiB are missing"])
+            continue
+        rows.append([f"{gib:g}", f"{taken:.1f} GiB", f"{tokens:,}", *(f"{tokens // n:,}" for n in CONTEXTS)])
+    return rows
+
+
 def in_columns(rows: Sequence[Sequence[str]]) -> str:
     """The rows as text. A row with fewer cells than the first ends in one that may be wide."""
     whole = [row for row in rows if len(row) == len(rows[0])]
@@ -120,10 +149,12 @@ def in_columns(rows: Sequence[Sequence[str]]) -> str:
 def main(config: Config) -> None:
     quantization = None if config.quantization == "none" else config.quantization
     size = size_of(config.model, config.rank, getattr(torch, config.dtype), quantization)
-    plans = {gib: of_card(gib, size) for gib in config.gpu_gib}
+    plans = {gib: of_card(gib, size, config.vllm_share, config.vllm_sleeps) for gib in config.gpu_gib}
     weights = config.dtype if quantization is None else quantization
     print(f"{config.model}: {size.weights / GIB:.1f} GiB of weights ({weights}), an adapter of rank {config.rank}\n")
     print(f"{in_columns(rows_of(plans))}\n\nGiB of each share:\n\n{in_columns(shares_of(plans))}")
+    if config.vllm_share:
+        print(f"\nSampling with vLLM:\n\n{in_columns(vllm_rows_of(config.gpu_gib, size, config.vllm_share))}")
 
 
 if __name__ == "__main__":

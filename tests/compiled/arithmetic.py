@@ -344,6 +344,12 @@ def select(instruction: Instruction, program: Program) -> Step:
     return _step(instruction, lambda group: np.where(condition(group), first(group), second(group)))
 
 
+def population(instruction: Instruction, program: Program) -> Step:
+    """popc: how many bits of a register of 32 or 64 are set, in 32."""
+    read = source(instruction.operands[1], program, type_of(instruction.type).bits)
+    return _step(instruction, lambda group: np.bitwise_count(read(group)).astype(np.uint32))
+
+
 DECODERS: dict[str, Decoder] = {
     **dict.fromkeys(UNARY, unary),
     **dict.fromkeys(BINARY, binary),
@@ -355,6 +361,7 @@ DECODERS: dict[str, Decoder] = {
     "lop3": logic,
     "prmt": permute,
     "bfe": bit_field,
+    "popc": population,
     "cvt": convert,
     "mov": move,
     "setp": compare,

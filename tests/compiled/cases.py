@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from tests.engine.cuda.cases import BOUNDS, Shape, heads_case, lora_case, paged_case, relative_error
+from tests.engine.limits import limits_case
 from tinker_local_backend.engine.cuda.adapter_slots import padded_rank, row_blocks
 from tinker_local_backend.engine.model.products import worst_error
 
@@ -46,6 +47,7 @@ KERNELS = {
     "_store_kernel": Expected(),
     "_shrink_kernel": Expected(pipelined=True),
     "_expand_kernel": Expected(),
+    "_truncate_kernel": Expected(),
     "_swiglu_kernel": Expected(),
     "_swiglu_backward_kernel": Expected(),
     "_rotate_kernel": Expected(narrow=dict.fromkeys(("x", "cos", "sin"), "only of models whose layers are not joined")),
@@ -257,6 +259,17 @@ def rotated(tokens: int, heads: int, dim: int, backward: bool) -> Case:
     return Case(launch)
 
 
+def limited(vocabulary: int, *limits: tuple[int, float, float]) -> Case:
+    """What top-k, top-p and min-p leave of a row each; the error is 0 or 1."""
+
+    def launch(kernels: SimpleNamespace, dtype: torch.dtype) -> Error:
+        case = limits_case(vocabulary, 2.0, 0.25, limits)
+        found = kernels.truncate(*case.arguments)
+        return lambda: float(not torch.equal(found, case.expected()))
+
+    return Case(launch, torch.float32)
+
+
 MANY = [0, 1, -1, *[2] * 18, 0, 0]
 """Rows of three adapters and of the base model, one of them more than a block holds."""
 
@@ -300,5 +313,7 @@ CASES = {
     "Phi-3-mini's heads": heads_split(32, 32, 96, normed=False, tokens=8),
     "Qwen3-4B's queries are rotated": rotated(16, 32, 128, backward=False),
     "Qwen3-4B's gradients are rotated": rotated(16, 32, 128, backward=True),
+    "Qwen3's vocabulary with top-p": limited(151_936, (0, 0.95, 0.0)),
+    "limits of every kind": limited(4992, (50, 0.9, 0.0), (0, 1.0, 0.1), (0, 1.0, 0.0), (20, 1.0, 0.0), (0, 0.5, 0.05)),
     "Gemma's keys are rotated": rotated(64, 8, 256, backward=False),
 }

@@ -63,6 +63,8 @@ def computed(instructions: str, value: int | float) -> torch.Tensor:
         ("mad.lo.s32 %r3, %r2, 5, 3;", -4, -17),
         ("bfe.s32 %r3, %r2, 4, 4;", 0xF5, -1),
         ("bfe.u32 %r3, %r2, 4, 4;", 0xF5, 15),
+        ("popc.b32 %r3, %r2;", -16, 28),
+        ("cvt.s64.s32 %rd7, %r2; popc.b64 %r3, %rd7;", -16, 60),
         ("prmt.b32 %r3, %r2, 0, 0x8801;", 0x80FF, -128),  # bytes 1 and 0, twice the sign of byte 0
         ("lop3.b32 %r3, %r2, 12, 10, 0x96;", 9, 9 ^ 12 ^ 10),
         ("lop3.b32 %r3, %r2, 12, 10, 0xCA;", 9, 9 & 12 | ~9 & 10),

@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.compiled, pytest.mark.usefixtures("nan_where_nothing_w
         "Qwen3-4B stores",
         "rank 16, Qwen3-0.6B's down",
         "Qwen3-0.6B's SwiGLU",
+        "limits of every kind",
         "Qwen3-4B's queries are rotated",
     ],
 )

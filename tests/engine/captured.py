@@ -93,6 +93,7 @@ NOT_CAPTURED = {
     "test_run": "programs in other processes, in which nothing stands in for a GPU",
     "test_decode_batch": "arrays that the reference keeps between its steps; a burst makes its own",
     "test_tar_stream": "files in a tar",
+    "test_truncation": "functions of tensors; nothing runs on a model",
     "test_sampling_memory": "memory of the process, which is a promise of the CPU",
     "test_routes": "captured steps record no routes",
     "test_trained_linear": "one autograd function on its own",

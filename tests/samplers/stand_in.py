@@ -58,6 +58,10 @@ def main() -> None:
                 answer(ready={"version": "0", "max_model_len": plan.get("max_model_len", command["max_model_len"])})
             elif command["op"] == "add" and command["number"] < 0:
                 probe(command, plan["probe"])
+            elif command["op"] == "sleep":
+                if plan.get("dies_at_sleep"):
+                    sys.exit(3)
+                answer(asleep=True)
             elif command["op"] == "add":
                 kind = command["prompt"][0]
                 if kind == DEADLY:

@@ -31,4 +31,5 @@ def test_sampling_in_vllm_needs_numpy_and_torch_alone() -> None:
     assert child.returncode == 0, child.stderr
     extension, *modules = child.stdout.split()
     assert extension == "WorkerExtension"
-    assert "tinker_local_backend.engine.sampling.token_choice" in modules and len(modules) < 8
+    assert "tinker_local_backend.engine.sampling.token_choice" in modules
+    assert len(modules) < 10  # those, and the operation that applies limits on a GPU

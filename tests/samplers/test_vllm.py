@@ -71,6 +71,19 @@ def service(home: Path) -> Iterator[ServiceClient]:
         yield service
 
 
+def test_it_knows_every_argument_that_it_is_given() -> None:
+    """Also those that a CPU refuses, and sleeping itself; the others are given by all tests here."""
+    script = (
+        "import dataclasses, json, vllm; "
+        "print(json.dumps([[f.name for f in dataclasses.fields(vllm.EngineArgs)], dir(vllm.LLMEngine)]))"
+    )
+    python = in_a_process()["VLLM_PYTHON"]
+    done = subprocess.run([python, "-P", "-c", script], capture_output=True, text=True, check=True)
+    names, methods = json.loads(done.stdout.splitlines()[-1])
+    assert {"enable_sleep_mode", "enable_moe_shared_loras", "enable_mixed_moe_lora_format"} <= set(names)
+    assert {"sleep", "wake_up", "add_lora", "remove_lora", "abort_request", "has_unfinished_requests"} <= set(methods)
+
+
 @pytest.fixture(scope="module")
 def training(service: ServiceClient, model: str) -> TrainingClient:
     return make_training_client(service, model, rank=4)

@@ -29,10 +29,10 @@ from tinker_local_backend import (
     ServiceClient,
     TrainingClient,
 )
+from tinker_local_backend.engine.model.memory_plan import SCORING_TOKENS
 from tinker_local_backend.engine.sampling.token_choice import mix_seed
 from tinker_local_backend.errors import EngineClosedError, SamplingError
 from tinker_local_backend.samplers import choice
-from tinker_local_backend.samplers.choice import SCORING_TOKENS
 from tinker_local_backend.samplers.transport import Accepts
 from tinker_local_backend.samplers.vllm_settings import VllmSettings
 from tinker_local_backend.samplers.worker_process import engine_arguments, largest_rank

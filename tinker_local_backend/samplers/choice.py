@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tinker_local_backend import environment
 from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.model.memory_plan import SCORING_TOKENS
 from tinker_local_backend.engine.models import new_generator
 from tinker_local_backend.engine.sampling.sampler import Post, Sampler
 from tinker_local_backend.replicas.group import replicas
@@ -18,9 +19,6 @@ from tinker_local_backend.samplers.vllm_server import VllmServer
 from tinker_local_backend.samplers.vllm_settings import VllmSettings
 from tinker_local_backend.samplers.worker_process import WorkerProcess
 from tinker_local_backend.storage.paths import local_home
-
-SCORING_TOKENS = 8192
-"""of the engine's own KV cache beside vLLM, where it only scores prompts. Longer prompts get memory of their own."""
 
 
 def make_sampler(model: BaseModel, kv_tokens: int, random_seed: Callable[[], int], post: Post) -> Sampler:

@@ -73,7 +73,7 @@ OnEvent = Callable[[Event], None]
 
 
 class Transport(Protocol):
-    """A connection to one vLLM. No method waits for vLLM; after `Died` they do nothing."""
+    """A connection to one vLLM. No method but `sleep` waits for vLLM; after `Died` they do nothing."""
 
     def start(self, requests: Sequence[Request]) -> None: ...
 
@@ -81,6 +81,10 @@ class Transport(Protocol):
 
     def unload(self, adapter: AdapterFiles) -> None:
         """Unload an adapter that no completion uses."""
+
+    def sleep(self) -> bool:
+        """Return when vLLM has given its memory back, and whether it has: not while it samples. The next completion wakes it."""
+        ...
 
     def close(self) -> None:
         """End the connection. No event follows."""

@@ -25,6 +25,7 @@ from tinker_local_backend import environment
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.lora import Adapter
 from tinker_local_backend.engine.model.lora_spec import ExpertLayout, LoraSpec
+from tinker_local_backend.engine.model.memory import release_cached_memory
 from tinker_local_backend.engine.sampling.generation import Generator
 from tinker_local_backend.engine.sampling.requests import SamplerLimits, SamplingRequest
 from tinker_local_backend.engine.sampling.sampler import (
@@ -114,6 +115,8 @@ class VllmSampler:
         """by the number of the completion request"""
         self._waits = WaitTimes()
         self._deaths = 0
+        self._asleep = False
+        """vLLM has given its memory to training"""
         # A server never empties its slots, and on a CPU its rows without an adapter go through the one in the last slot, so the
         # base model is sampled through an adapter that changes nothing.
         self._blank: Adapter | None = None
@@ -182,6 +185,9 @@ class VllmSampler:
     def evict_prefixes(self, tenant: str = "") -> None:
         # vLLM keeps its prefixes: they are cached by adapter name, and change results by no more than its usual rounding.
         self._scorer.evict_prefixes(tenant)
+        # Training begins, whose passes take what is free.
+        if self._settings.sleep and self._transport is not None and not (self._asleep or self._samples or self._queue):
+            self._asleep = self._transport.sleep()
 
     def fail_all(self, error: BaseException) -> None:
         self._scorer.fail_all(error)
@@ -258,6 +264,9 @@ class VllmSampler:
             if files is None and adapter is not None:
                 return
             self._queue.popleft()
+            if self._asleep:
+                release_cached_memory(self._model.device)  # what training has freed, torch keeps
+                self._asleep = False
             transport.start([self._new_request(ticket, index, files) for index in range(request.num_samples)])
 
     def _must_restart(self, ticket: Ticket) -> bool:
@@ -353,6 +362,7 @@ class VllmSampler:
                 events.put(event)
                 self._post(partial(self._handle_events, events))
 
+            release_cached_memory(self._model.device)  # vLLM starts where its share is free
             self._transport, self._served = self._connect(self._accepts, on_event), self._accepts
         return self._transport
 
@@ -387,6 +397,7 @@ class VllmSampler:
 
     def _disconnect(self) -> None:
         transport, self._transport, self._events = self._transport, None, queue.SimpleQueue()
+        self._asleep = False
         if transport is not None:
             for adapter in self._adapters.loaded if self._settings.url else []:
                 transport.unload(adapter)

@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from tinker_local_backend.engine.cuda import ops
 from tinker_local_backend.engine.sampling.token_choice import RowParams, next_tokens
+from tinker_local_backend.engine.sampling.truncation import truncated
 
 _VllmSampler: Any = importlib.import_module("vllm.v1.sample.sampler").Sampler
 
@@ -71,6 +73,7 @@ def _row_params(metadata: Any, extras: list[tuple[int, float]], device: torch.de
         [min_p for _, min_p in extras],
         [seed for seed, _ in extras],
         device,
+        truncated if device.type == "cpu" else ops.truncate,  # which waits for nothing
     )
 
 

@@ -77,6 +77,9 @@ class VllmServer:
         for number in numbers:
             self._call(self._stop, number)
 
+    def sleep(self) -> bool:
+        return False  # a server's memory is its own
+
     def unload(self, adapter: AdapterFiles) -> None:
         self._call(self._begin, adapter, partial(self._unload_now, adapter))
 

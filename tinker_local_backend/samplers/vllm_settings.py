@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tinker_local_backend import environment
+from tinker_local_backend.errors import RequestError
 
 DEFAULT_SLOTS = 8
 DEFAULT_SHARE = {"cuda": 0.4, "cpu": 0.15}
@@ -27,13 +28,20 @@ class VllmSettings:
     max_model_len: int | None
     tensor_parallel_size: int
     enforce_eager: bool
+    sleep: bool
+    """whether the process gives its memory back while the engine trains"""
     restart_every: int
     """adapters after which the worker is replaced; 0: never"""
 
     @classmethod
     def from_environment(cls, device: torch.device) -> VllmSettings:
-        """Raises RequestError when there is no vLLM to use."""
+        """Raises RequestError when there is no vLLM to use, or when it is asked to sleep on a CPU."""
         url = environment.read("TINKER_LOCAL_VLLM_URL")
+        sleep = bool(environment.read("TINKER_LOCAL_VLLM_SLEEP"))
+        if sleep and device.type != "cuda":
+            raise RequestError(
+                f"TINKER_LOCAL_VLLM_SLEEP=1 on {device.type}: vLLM gives back memory of a GPU alone; unset it here"
+            )
         return cls(
             slots=environment.read("TINKER_LOCAL_VLLM_MAX_LORAS") or DEFAULT_SLOTS,
             url=url,
@@ -43,5 +51,6 @@ class VllmSettings:
             max_model_len=environment.read("TINKER_LOCAL_VLLM_MAX_MODEL_LEN"),
             tensor_parallel_size=environment.read("TINKER_LOCAL_VLLM_TENSOR_PARALLEL_SIZE") or 1,
             enforce_eager=bool(environment.read("TINKER_LOCAL_VLLM_ENFORCE_EAGER")),
+            sleep=sleep,
             restart_every=environment.read("TINKER_LOCAL_VLLM_RESTART_EVERY") or 0,
         )

@@ -8,10 +8,12 @@ Reads and writes lines of JSON. The first line holds the arguments of vLLM's eng
     {"op": "add", ...}
     {"op": "abort", "numbers"}
     {"op": "unload", "adapter"}
+    {"op": "sleep"}
 
 "add" has the fields of transport.Request, with null or [number, name, folder, is_3d_lora_weight] for `adapter`. Answers are
 {"tokens": [[number, ids, logprobs, topk, cached, ended], ...]}, the tokens since each sample's last answer, and
-{"failed": number, "error": text}.
+{"failed": number, "error": text}. "sleep", for an engine made with enable_sleep_mode that has nothing to sample, is answered with
+{"asleep": true} once the GPU's memory is free: weights and adapters wait in the machine's, and the next "add" brings them back.
 The process ends when its input ends.
 """
 
@@ -64,6 +66,9 @@ class Worker:
         self._engine.engine_core.collective_rpc("use_our_sampling")
         self._loaded: set[int] = set()
         self._wanting_topk: set[int] = set()
+        self._asleep = False
+        self._unneeded: list[int] = []
+        """adapters to remove when it wakes: they are in the machine's memory meanwhile"""
         self._commands: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         max_model_len = self._engine.vllm_config.model_config.max_model_len
         send(answers, ready={"version": vllm.__version__, "max_model_len": max_model_len})
@@ -86,15 +91,31 @@ class Worker:
         if command["op"] == "abort":
             self._engine.abort_request([str(number) for number in command["numbers"]])
             self._wanting_topk.difference_update(command["numbers"])
+        elif command["op"] == "sleep":
+            if not self._asleep and not self._engine.has_unfinished_requests():
+                self._engine.sleep(level=1)
+                self._asleep = True
+            send(self._answers, asleep=self._asleep)
         elif command["op"] == "unload":
-            if command["adapter"] in self._loaded:
+            if self._asleep:
+                self._unneeded.append(command["adapter"])
+            elif command["adapter"] in self._loaded:
                 self._loaded.remove(command["adapter"])
                 self._engine.remove_lora(command["adapter"])
         else:
             try:
+                self._wake()
                 self._add(command)
             except Exception as error:  # fails this request alone: its prompt is too long, or its adapter does not load
                 send(self._answers, failed=command["number"], error=f"{type(error).__name__}: {error}")
+
+    def _wake(self) -> None:
+        if self._asleep:
+            self._engine.wake_up()
+            self._asleep = False
+            for adapter in self._unneeded:
+                self._handle({"op": "unload", "adapter": adapter})
+            self._unneeded.clear()
 
     def _add(self, command: dict[str, Any]) -> None:
         lora = None

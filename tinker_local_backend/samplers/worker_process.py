@@ -54,6 +54,7 @@ def engine_arguments(model: BaseModel, settings: VllmSettings, accepts: Accepts)
         "gpu_memory_utilization": settings.memory_share,
         "tensor_parallel_size": settings.tensor_parallel_size,
         "enforce_eager": settings.enforce_eager,
+        **({"enable_sleep_mode": True} if settings.sleep else {}),
         **({option: True} if option else {}),
     }
 
@@ -98,6 +99,8 @@ class WorkerProcess:
     ):
         self._on_event = on_event
         self._closed = False
+        self._slept: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        """its answers to `sleep`, and one at its end"""
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the process)
         self._process = subprocess.Popen(
             command,
@@ -137,6 +140,10 @@ class WorkerProcess:
     def unload(self, adapter: AdapterFiles) -> None:
         self._send({"op": "unload", "adapter": adapter.number})
 
+    def sleep(self) -> bool:
+        self._send({"op": "sleep"})
+        return self._slept.get()
+
     def close(self) -> None:
         self._closed = True
         self._lines.put(None)
@@ -167,6 +174,9 @@ class WorkerProcess:
         for line in stdout:
             try:
                 message = json.loads(line)
+                if "asleep" in message:
+                    self._slept.put(message["asleep"])
+                    continue
                 event = None if "fatal" in message else _event(message)
             except (LookupError, TypeError, ValueError) as error:
                 fatal = f"its answer {line[:200]!r} is not understood ({type(error).__name__}: {error})"
@@ -177,6 +187,7 @@ class WorkerProcess:
             elif not self._closed:
                 self._on_event(event)
         code = self._process.wait()
+        self._slept.put(False)
         stdout.close()
         if not self._closed:
             self._on_event(Died(f"the vLLM worker (process {self.pid}) {_how_it_ended(code)}: {fatal or self._last()}"))

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -243,8 +244,10 @@ def test_an_error_that_grows_with_depth_is_seen_where_it_is(visit: Visit, monkey
 def test_a_tensor_on_the_wrong_device_is_caught_and_its_place_named(
     visit: Visit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = sampler._truncate
-    monkeypatch.setattr(sampler, "_truncate", lambda p, k, top_p, min_p: original(p, k, torch.ones(top_p.shape), min_p))
+    original = sampler.tempered
+    monkeypatch.setattr(
+        sampler, "tempered", lambda x, rules: original(x, replace(rules, divisors_R=torch.ones(rules.divisors_R.shape)))
+    )
     monkeypatch.setattr(placement, "LOSSES", ("ppo",))
     placement.run(visit)
     decode, training = visit.findings.checks

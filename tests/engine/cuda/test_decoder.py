@@ -218,10 +218,13 @@ class Launches(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
+        self.names: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not func.is_view:
-            self.count += LAUNCHES.get(func.name().partition("::")[2], 1)
+            name = func.name().partition("::")[2]
+            self.names.add(name.partition(".")[0])
+            self.count += LAUNCHES.get(name, 1)
         return func(*args, **(kwargs or {}))
 
 
@@ -241,3 +244,17 @@ def test_a_layer_launches_eighteen_kernels_with_adapters_and_ten_without() -> No
                 decode_step(model, cache, state, used, 8, False)
             counts.append(launches.count)
     assert [counts[2] - counts[0], counts[3] - counts[1]] == [18, 10]
+
+
+@torch.inference_mode()
+def test_limits_cost_one_kernel_and_no_sort(model: BaseModel) -> None:
+    """The other two: the mass of the whole row, which the logprob is relative to, and its conversion to float64."""
+    counted = []
+    for limited in (False, True):
+        state, launches = StepState(8, 4, 4, model.device), Launches()
+        with launches:
+            decode_step(model, model.new_cache(16), state, None, 8, limited)
+        counted.append(launches)
+    without, limited = counted
+    assert not {"sort", "argsort", "topk", "cumsum"} & (limited.names - without.names)
+    assert limited.names - without.names >= {"truncate"} and limited.count - without.count <= 3

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from tests.engine.cuda.cases import BOUNDS, Shape, heads_case, lora_case, paged_case, relative_error
 from tests.engine.devices import here
+from tests.engine.limits import LIMITS, limits_case
 from tinker_local_backend.engine.cuda import plain
 from tinker_local_backend.engine.cuda.adapter_slots import row_blocks
 
@@ -211,6 +212,26 @@ def test_rotary_positions_and_their_gradient(kernels: SimpleNamespace, dim: int,
     assert relative_error(kernels.rotate(x, cos, sin, False), wanted.detach()) < BOUNDS[dtype]
     (grad_x,) = torch.autograd.grad(wanted, exact, grad.double())
     assert relative_error(kernels.rotate(grad, cos, sin, True), grad_x) < BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("spread", [0.1, 3.0])
+@pytest.mark.parametrize("step", [0.0, 0.5], ids=["distinct", "ties"])
+def test_what_limits_leave(kernels: SimpleNamespace, spread: float, step: float) -> None:
+    case = limits_case(700, spread, step)
+    assert torch.equal(kernels.truncate(*case.arguments).cpu(), case.expected())
+
+
+def test_limits_of_more_tokens_than_a_turn_reads(kernels: SimpleNamespace) -> None:
+    case = limits_case(10_001, 1.0, 0.5, LIMITS[4:8])
+    assert torch.equal(kernels.truncate(*case.arguments).cpu(), case.expected())
+
+
+def test_a_row_of_nan_is_left_without_mass(kernels: SimpleNamespace) -> None:
+    case = limits_case(700, 1.0)
+    case.probs[2] = torch.nan
+    kept = kernels.truncate(*case.arguments)
+    others = [row for row in range(len(LIMITS)) if row != 2]
+    assert not kept[2].any() and torch.equal(kept[others], plain.truncate(*case.arguments)[others])
 
 
 def test_kernels_and_plain_operations_agree_at_a_models_real_shape(kernels: SimpleNamespace) -> None:

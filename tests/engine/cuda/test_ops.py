@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from tests.engine.cuda.cases import BOUNDS, Shape, heads_case, lora_case, paged_case, relative_error
 from tests.engine.devices import here
+from tests.engine.limits import limits_case
 from tinker_local_backend.engine.cuda import ops
 from tinker_local_backend.engine.cuda.adapter_slots import row_blocks
 from tinker_local_backend.engine.cuda.fused_layer import FusedOperations
@@ -126,6 +127,7 @@ def test_operations_keep_what_torch_asks_of_them() -> None:
         (ops.split_heads, (qkv, *heads.arguments[1:])),
         (ops.store_heads, (*heads.arguments, *torch.zeros(2, 3, 2, 4, 8, device=here().device), tables, positions5)),
         (ops.rotate, (x, cos, sin, False)),
+        (ops.truncate, limits_case(40, 1.0).arguments),
     ):
         torch.library.opcheck(operation, arguments, test_utils=tests)
 

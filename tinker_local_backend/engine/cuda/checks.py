@@ -104,6 +104,16 @@ def stored_keys(model: BaseModel, graphs: Graphs) -> float:
     return _error(*results)
 
 
+def limits(model: BaseModel, graphs: Graphs) -> float:
+    """Top-k, top-p and min-p at the size of the model's vocabulary. Mass is kept of the same tokens, to the bit."""
+    logits = torch.randn(5, model.config.vocab_size, generator=torch.Generator().manual_seed(0)) * 3
+    probs = logits.softmax(-1).to(model.device)
+    top_k = torch.tensor([0, 50, 0, 7, 0], device=model.device)
+    top_p, min_p = torch.tensor([[0.9, 1.0, 1.0, 0.6, 1.0], [0.0, 0.0, 0.1, 0.05, 0.0]], device=model.device)
+    results = [m.truncate(probs, top_k, top_p, min_p) for m in (ops, plain)]
+    return _error(*([(result > 0).float(), result] for result in results))
+
+
 def lora_by_slot(model: BaseModel, graphs: Graphs) -> float:
     slots = [0, -1, 1, 1, 0, *[2] * 17]
     order, blocks = (torch.from_numpy(array).to(model.device) for array in row_blocks(slots, len(slots)))

@@ -19,13 +19,14 @@ NAMESPACE = "tinker_local"
 def _kernel(name: str) -> Callable[..., Any]:
     """The function that launches the Triton kernel of an operation. Triton exists only beside a GPU."""
     from tinker_local_backend.engine.cuda import (
+        choice_kernels,
         elementwise_kernels,
         layer_kernels,
         lora_kernels,
         paged_attention_kernels,
     )
 
-    modules = (elementwise_kernels, layer_kernels, lora_kernels, paged_attention_kernels)
+    modules = (choice_kernels, elementwise_kernels, layer_kernels, lora_kernels, paged_attention_kernels)
     return next(getattr(module, name) for module in modules if hasattr(module, name))
 
 
@@ -73,6 +74,7 @@ split_heads_backward = _operation(
     "split_heads_backward", lambda grad_query, grad_key, grad_value, qkv, *_: qkv.new_empty(qkv.shape)
 )
 rotate = _operation("rotate", lambda x, cos, sin, backward: x.new_empty(x.shape))
+truncate = _operation("truncate", lambda probs, *_: probs.new_empty(probs.shape))
 
 swiglu.register_autograd(
     lambda ctx, grad: swiglu_backward(grad, *ctx.saved_tensors),

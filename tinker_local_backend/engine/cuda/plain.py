@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tinker_local_backend.engine.sampling.truncation import sorted_truncated
+
 
 def paged_attention(
     query: Tensor,
@@ -238,3 +240,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> Tensor:
     if backward:
         return (x * cos - rotate_half(x * sin)).contiguous()
     return (x * cos + rotate_half(x) * sin).contiguous()
+
+
+def truncate(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """truncation.truncated, without a read. Rows of `probs` (R, V) float32 contiguous; the limits (R,) contiguous."""
+    return sorted_truncated(probs, top_k, top_p, min_p)

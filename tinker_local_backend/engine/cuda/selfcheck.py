@@ -35,6 +35,7 @@ CHECKS = (
     Check(LAYERS, "operations between products, and their gradients", checks.joined_layers),
     Check(DECODING, "paged attention", checks.paged_attention),
     Check(DECODING, "stored keys", checks.stored_keys),
+    Check(DECODING, "top-k, top-p and min-p", checks.limits),
     Check(DECODING, "LoRA by slot", checks.lora_by_slot),
     Check(DECODING, "replayed against eager steps", checks.replay_against_eager),
     Check(DECODING, "all slots and base rows in one batch", checks.all_slots_in_one_batch),

@@ -189,6 +189,7 @@ def decode_step(
         state.top_p[:rows],
         state.min_p[:rows],
         any_limit=limited,
+        truncate=ops.truncate,
     )
     drawn = state.drawn[:rows]
     draws = uniforms(state.seeds[:rows], drawn)

@@ -70,20 +70,30 @@ class HeadWeights:
             return self
         return replace(self, a=adapter.a[name].detach(), b=adapter.b[name].detach(), scale=adapter.spec.scale)
 
-    def finish_(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """Turn products with the weights into logits in place: bias, multiplier, soft cap.
+    def finish_(
+        self, logits: torch.Tensor, temperature: float = 1.0, inner: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """Turn products with the weights into logits over the temperature, in place: adapter, bias, multiplier, soft cap.
+
+        `inner`: hidden @ a.T (N, rank) float32, of a head with an adapter. Numbers that all logits are multiplied by go with an
+        operation that passes over them anyway.
 
         Returns the derivative of the soft cap by its input, of the same shape; None without one.
         """
+        factor = self.multiplier / (temperature if self.softcap is None else self.softcap)
+        if inner is not None and self.b is not None:
+            beta = factor if self.bias is None else 1.0
+            logits.addmm_(inner, self.b.t(), beta=beta, alpha=self.scale * beta)
+            factor /= beta
         if self.bias is not None:
             logits += self.bias
-        if self.multiplier != 1.0:
-            logits.mul_(self.multiplier)
+        if factor != 1.0:
+            logits.mul_(factor)
         if self.softcap is None:
             return None
-        logits.div_(self.softcap).tanh_()
+        logits.tanh_()
         slope = 1 - logits.square()
-        logits.mul_(self.softcap)
+        logits.mul_(self.softcap / temperature)
         return slope
 
     @property
@@ -234,12 +244,8 @@ class Scorer:
         """
         head = self._head
         logits = self._products(hidden)
-        if head.a is not None and head.b is not None:
-            inner = linear(hidden.float(), head.a)
-            logits.addmm_(inner, head.b.t(), alpha=head.scale)
-        cap_slope = head.finish_(logits)
-        if self._temperature != 1.0:
-            logits.div_(self._temperature)
+        inner = None if head.a is None else linear(hidden.float(), head.a)
+        cap_slope = head.finish_(logits, self._temperature, inner)
         chosen = logits.gather(1, targets)
         largest = logits.amax(dim=-1, keepdim=True)
         total = _exp_(logits.sub_(largest)).sum(dim=-1, keepdim=True)
@@ -257,16 +263,13 @@ class Scorer:
     ) -> torch.Tensor:
         """dL/d hidden of the rows just scored, from the buffer that `_score` left. `rows` (C,): only for these of them."""
         head = self._head
-        # d lp_k / d logits = onehot(target_k) - p, summed over k with the slopes as weights.
+        # d lp_k / d logits = onehot(target_k) - p, summed over k with the slopes as weights, and by the products.
+        slopes = slopes * (head.multiplier / self._temperature)
         grad_logits = self._logits(len(hidden), hidden.device) if rows is None else self._picked(rows)
         grad_logits.mul_(-slopes.sum(dim=1, keepdim=True) / total)
         grad_logits.scatter_add_(1, targets, slopes)
-        if self._temperature != 1.0:
-            grad_logits.div_(self._temperature)
         if cap_slope is not None:
             grad_logits.mul_(cap_slope)
-        if head.multiplier != 1.0:
-            grad_logits.mul_(head.multiplier)
         grad_hidden = linear(grad_logits.to(hidden.dtype), head.weight.t())
         if head.a is not None and head.b is not None:
             grad_inner = linear(grad_logits, head.b.t()).mul_(head.scale)

@@ -70,6 +70,12 @@ def free_cuda_memory(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] + kept
 
 
+def release_cached_memory(device: torch.device) -> None:
+    """Give the memory of a GPU that torch keeps for itself to other processes."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def room_for_adapters(device: torch.device) -> int:
     """Bytes for adapters, their moments and gradients next to a base model: half of the free memory of a GPU; elsewhere a
     quarter of the machine's memory."""

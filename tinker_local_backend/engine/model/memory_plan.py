@@ -44,6 +44,9 @@ CACHE_TOKENS = 8192
 BATCH_TOKENS, BATCH_SHARE = 48 * 1024, 0.4
 """and so many, if training has enough beside them and these are no more than this share."""
 
+SCORING_TOKENS = 8192
+"""of the engine's own KV cache beside vLLM, where it only scores prompts. Longer prompts get memory of their own."""
+
 USABLE, CONTEXT_BYTES = 0.985, 400 << 20
 """of a card by its name: what the driver shows of it, and what CUDA's context and the libraries take of that. An H100 with 80 GB
 had 78.7 GiB free."""
@@ -116,15 +119,23 @@ def packed_tokens(plain: int, recomputed: int, enough: int, most: int) -> int:
     return min(most, tokens)
 
 
-def divide(free: int, card: int, size: Footprint) -> MemoryPlan:
-    """Divide the `free` bytes beside the weights of a model on a GPU that has `card` bytes."""
+def divide(free: int, card: int, size: Footprint, vllm: int | None = None) -> MemoryPlan:
+    """Divide the `free` bytes beside the weights of a model on a GPU that has `card` bytes.
+
+    vllm: bytes of them that a vLLM process has while the engine trains; it also has the adapters and steps of sampling, and the
+    engine's own cache only scores prompts. None: the engine samples.
+    """
     adapter, snapshots = size.adapter * BYTES_OF_TRAINED, SNAPSHOTS * size.adapter * BYTES_OF_SERVED
     slots, logits = SLOTS * size.adapter * BYTES_OF_SERVED, BYTES_OF_LOGIT * chunk_elements(card)
-    rest = free - adapter - snapshots - slots - logits - size.largest - size.pictures
-    # A small card has a small cache, and so fewer rows.
-    graphs = max(0, min(GRAPH_ROWS * size.vocabulary * GRAPH_BYTES_OF_LOGIT, rest // 16))
-    rest -= graphs
-    cache = _cache_bytes(rest, size)
+    slots = 0 if vllm is not None else slots
+    rest = free - (vllm or 0) - adapter - snapshots - slots - logits - size.largest - size.pictures
+    if vllm is not None:
+        graphs, cache = 0, max(0, min(rest // 2, SCORING_TOKENS * size.kv_token))
+    else:
+        # A small card has a small cache, and so fewer rows.
+        graphs = max(0, min(GRAPH_ROWS * size.vocabulary * GRAPH_BYTES_OF_LOGIT, rest // 16))
+        rest -= graphs
+        cache = _cache_bytes(rest, size)
     activations = rest - cache if rest < 0 else int((rest - cache) * (1 - LOST))
     return MemoryPlan(size, adapter, snapshots, slots, graphs, logits, cache, activations)
 
@@ -143,10 +154,23 @@ def _cache_bytes(rest: int, size: Footprint) -> int:
     return max(least, batch, rest - for_pass(MAX_TOKENS_CUDA, size.pass_token))
 
 
-def of_card(gib: float, size: Footprint) -> MemoryPlan:
-    """The plan of a card that is sold with so many GiB and has nothing else on it."""
+def of_card(gib: float, size: Footprint, vllm_share: float = 0.0, vllm_sleeps: bool = False) -> MemoryPlan:
+    """The plan of a card that is sold with so many GiB and has nothing else on it but a vLLM with this share, if it is not 0.
+
+    vllm_sleeps: vLLM gives its memory back while the engine trains.
+    """
     card = int(gib * USABLE * (1 << 30))
-    return divide(card - CONTEXT_BYTES - size.weights, card, size)
+    free = card - CONTEXT_BYTES - size.weights
+    if not vllm_share:
+        return divide(free, card, size)
+    return divide(free, card, size, CONTEXT_BYTES if vllm_sleeps else int(vllm_share * card))
+
+
+def vllm_cache_tokens(gib: float, size: Footprint, vllm_share: float) -> int:
+    """Tokens that a vLLM with this share of a card can keep at most: it has a second copy of the weights, one adapter more than
+    the slots, and what its own passes take, which is not counted. Negative: it does not start."""
+    adapters = (SLOTS + 1) * size.adapter * BYTES_OF_SERVED
+    return (int(vllm_share * gib * USABLE * (1 << 30)) - size.weights - adapters) // size.kv_token
 
 
 def of_model(model: BaseModel) -> MemoryPlan:

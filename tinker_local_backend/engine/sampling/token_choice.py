@@ -13,12 +13,15 @@ vLLM's processes import this file too, in an environment that has numpy and torc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.nn import functional as F
+
+from tinker_local_backend.engine.sampling.truncation import truncated
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -60,6 +63,10 @@ ONE_STAGE = 2048
 """Largest vocabulary that is searched as a whole."""
 
 
+Truncate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""`truncation.truncated`, or a function that gives the same."""
+
+
 @dataclass(frozen=True, eq=False)
 class Rules:
     """How tokens are chosen, one value per row: divisors, top_p and min_p float32, greedy bool, top_k int64 (see RowParams).
@@ -75,6 +82,8 @@ class Rules:
     any_greedy: bool = True
     any_limit: bool = True
     all_plain: bool = False
+    truncate: Truncate = truncated
+    """what applies the limits"""
 
 
 class RowParams:
@@ -92,6 +101,7 @@ class RowParams:
         min_p: npt.ArrayLike,
         seeds: npt.ArrayLike,
         device: torch.device,
+        truncate: Truncate = truncated,
     ):
         self.seeds_R = np.asarray(seeds, dtype=np.uint64)
         divisors_R = divisors_of(temperatures)
@@ -102,6 +112,7 @@ class RowParams:
             any_greedy=bool(greedy_R.any()),
             any_limit=bool((top_k_R > 0).any() or (top_p_R < 1).any() or (min_p_R > 0).any()),
             all_plain=bool((divisors_R == 1).all()),
+            truncate=truncate,
         )
 
 
@@ -233,7 +244,7 @@ def _draw(tempered_RV: torch.Tensor, rules: Rules, draws_R: torch.Tensor) -> tup
     """Tokens, and their logprobs before top-k, top-p and min-p."""
     probs_RV = torch.softmax(tempered_RV, dim=-1)
     if rules.any_limit:
-        limited_RV = _truncate(probs_RV, rules.top_k_R, rules.top_p_R, rules.min_p_R)
+        limited_RV = rules.truncate(probs_RV, rules.top_k_R, rules.top_p_R, rules.min_p_R)
         tokens_R, _ = _invert(limited_RV, draws_R)
         mass_R = probs_RV.sum(dim=-1, dtype=torch.float64)
     else:
@@ -273,22 +284,3 @@ def _invert(probs_RV: torch.Tensor, draws_R: torch.Tensor) -> tuple[torch.Tensor
     within_RB = blocks_RNB.gather(1, index_R1B)[:, 0].cumsum(dim=-1, dtype=torch.float64)
     offset_R1 = torch.searchsorted(within_RB, share_R1 * within_RB[:, -1:], right=True).clamp(max=BLOCK - 1)
     return (block_R1 * BLOCK + offset_R1)[:, 0].clamp(max=vocabulary - 1), upto_RN[:, -1]
-
-
-def _truncate(
-    probs_RV: torch.Tensor, top_k_R: torch.Tensor, top_p_R: torch.Tensor, min_p_R: torch.Tensor
-) -> torch.Tensor:
-    """Zero the mass of tokens below a share min_p of the likeliest one's, of those outside the top k, and then of those outside
-    the smallest set whose mass reaches top_p of what is left: the order of vLLM."""
-    vocabulary = probs_RV.shape[-1]
-    sorted_RV, order_RV = probs_RV.sort(dim=-1, descending=True, stable=True)
-    ranks_V = torch.arange(vocabulary, device=probs_RV.device)
-    k_R = torch.where(top_k_R > 0, top_k_R, vocabulary)
-    floor_R = min_p_R * sorted_RV[:, 0]
-    sorted_RV = torch.where((ranks_V[None] < k_R[:, None]) & (sorted_RV >= floor_R[:, None]), sorted_RV, 0.0)
-    mass_before_RV = sorted_RV.cumsum(dim=-1) - sorted_RV
-    # The mass is measured within what top-k and min-p left; the most likely token always stays.
-    limit_R = top_p_R * sorted_RV.sum(dim=-1)
-    keep_RV = (mass_before_RV < limit_R[:, None]) | (ranks_V == 0)[None] | (top_p_R >= 1)[:, None]
-    kept_RV = torch.where(keep_RV, sorted_RV, 0.0)
-    return torch.zeros_like(probs_RV).scatter(1, order_RV, kept_RV)
