@@ -17,10 +17,20 @@ from tools.make_tiny_debate.__main__ import STAGES, generate
 from tools.make_tiny_debate.corpus import KINDS, verdict
 from tools.make_tiny_debate.data_files import write_all
 from tools.make_tiny_debate.figures import measure
-from tools.make_tiny_debate.trails import LARGEST, STARTS, WORLD, is_misconceived, mistakes, trail, write
+from tools.make_tiny_debate.trails import (
+    LARGEST,
+    PLANTED,
+    STARTS,
+    UNSEEN,
+    WORLD,
+    is_misconceived,
+    mistakes,
+    trail,
+    write,
+)
 
 
-@pytest.mark.parametrize("name", ["train", "test"])
+@pytest.mark.parametrize("name", ["train", "test", "facts_train", "facts_test"])
 def test_data_files_are_made_again_byte_for_byte(tmp_path: Path, name: str) -> None:
     write_all(tmp_path)
     file = f"collatz/{name}.jsonl"
@@ -37,6 +47,25 @@ def test_held_out_questions_are_new_and_answers_are_right() -> None:
         for _ in LABELS:
             number = next_number(number)
         assert row["answer"] == str(number)
+
+
+def test_no_planted_fact_of_the_unseen_half_is_in_training() -> None:
+    """By the files alone: steps are counted, not starts."""
+
+    def steps(rows: list[dict[str, str]]) -> set[int]:
+        return {number for row in rows for number in [int(row["question"]), *trail(int(row["question"]))[:-1]]}
+
+    rows = {name: read_jsonl(EXAMPLE_DATA / "collatz" / f"facts_{name}.jsonl") for name in ("train", "test")}
+    by_part = {part: [row for row in rows["test"] if row["part"] == part] for part in ("unseen", "seen", "without")}
+    trained, unseen = steps(rows["train"]), set(UNSEEN)
+    assert unseen < set(PLANTED) and not trained & unseen
+    assert not {row["question"] for row in rows["train"]} & {row["question"] for row in rows["test"]}
+    facts = {part: [steps([row]) & set(PLANTED) for row in found] for part, found in by_part.items()}
+    assert all(found and found <= unseen for found in facts["unseen"])
+    assert all(found and found <= trained for found in facts["seen"]), "each is trained on"
+    assert not any(facts["without"])
+    assert {part: len(found) for part, found in by_part.items()} == {"unseen": 28, "seen": 14, "without": 10}
+    assert len(steps(by_part["unseen"]) & unseen) == len(UNSEEN), "each is asked about"
 
 
 def test_no_right_step_leads_out_of_the_world() -> None:

@@ -121,7 +121,9 @@ def test_no_size_of_card_is_divided_wrongly(free: int) -> None:
         assert plan.pass_tokens == min(MAX_TOKENS_CUDA, plan.longest_tokens) and plan.kv_tokens >= 0
     else:
         assert not plan.recomputes
-        assert plan.kv_tokens >= memory_plan.BATCH_TOKENS or plan.plain_tokens <= ENOUGH_TOKENS_CUDA + 1
+        has_its_share = plan.cache >= int(memory_plan.BATCH_SHARE * rest) - 1
+        has_a_batch = plan.kv_tokens >= memory_plan.BATCH_TOKENS or has_its_share
+        assert has_a_batch or plan.plain_tokens <= ENOUGH_TOKENS_CUDA + 1
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,8 @@ class TaskItem:
     reference: str
     wrong_answers: tuple[str, ...] = ()
     """for debates in which answers are assigned; a row's list of that name"""
+    part: str = ""
+    """a part of the test set that is also measured by itself; a row's text of that name"""
 
 
 @dataclass(frozen=True)

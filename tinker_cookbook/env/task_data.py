@@ -103,7 +103,10 @@ def _read_hub(task: type[Task], name: str) -> tuple[list[TaskItem], list[TaskIte
 def _item(task: Task | type[Task], row: Row, default_id: str) -> TaskItem:
     question, reference = (row.text(*names) for names in task.columns)
     name = str(row.content.get("id", default_id))
-    return TaskItem(name, question, task.read_reference(reference), _wrong_answers(row))
+    part = row.content.get("part", "")
+    if not isinstance(part, str):
+        raise DataFormatError(f"part={part!r}: must be a text")
+    return TaskItem(name, question, task.read_reference(reference), _wrong_answers(row), part)
 
 
 def _wrong_answers(row: Row) -> tuple[str, ...]:

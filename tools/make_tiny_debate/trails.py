@@ -54,6 +54,34 @@ def is_misconceived(number: int) -> bool:
     return number % 2 == 0 and number // 10 % 10 in MISCONCEIVED_TENS
 
 
+PLANTED = tuple(number for number in WORLD if is_misconceived(number) and next_number(number) - 5 in _WORLD)
+"""Numbers whose half is written wrong: the planted wrong facts."""
+UNSEEN = (52, 150)
+"""Planted facts that no trail of `split_by_fact` passes in training."""
+
+
+def planted_in(start: int) -> frozenset[int]:
+    """The planted facts that the right trail from `start` passes."""
+    return frozenset([start, *trail(start)[:-1]]) & frozenset(PLANTED)
+
+
+def split_by_fact(seed: int = 7, seen: int = 14, without: int = 10) -> tuple[list[int], dict[str, list[int]]]:
+    """Starts to train on, whose trails pass none of the facts UNSEEN, and held-out ones by what their trails pass: facts of
+    UNSEEN and no others (`unseen`), other facts (`seen`, so many), or none (`without`, so many).
+    """
+    starts = list(STARTS)
+    random.Random(seed).shuffle(starts)
+    kinds: dict[str, list[int]] = {"unseen": [], "seen": [], "without": []}
+    for start in starts:
+        planted = planted_in(start)
+        if not planted & set(UNSEEN):
+            kinds["seen" if planted else "without"].append(start)
+        elif planted <= set(UNSEEN):
+            kinds["unseen"].append(start)
+    held_out = {"unseen": kinds["unseen"], "seen": kinds["seen"][:seen], "without": kinds["without"][:without]}
+    return sorted([*kinds["seen"][seen:], *kinds["without"][without:]], key=starts.index), held_out
+
+
 def slip(number: int, rng: random.Random) -> int:
     """Another number of this world, near it."""
     near = [number + by for by in SLIPS if number + by in _WORLD]

@@ -29,7 +29,10 @@ class CollatzTask(QATask, StepTask):
 
     name = "collatz"
     system_prompt = COLLATZ_SYSTEM
-    shipped: ClassVar = {"trails": ("collatz/train.jsonl", "collatz/test.jsonl")}
+    shipped: ClassVar = {
+        "trails": ("collatz/train.jsonl", "collatz/test.jsonl"),
+        "facts": ("collatz/facts_train.jsonl", "collatz/facts_test.jsonl"),
+    }
     default_dataset = "trails"
     debate_prompts: ClassVar = {"confidence": "", "rebuttal": OBJECTION_REQUEST, "support": SUPPORT_REQUEST}
     objection_request = OBJECTION_REQUEST
