@@ -9,12 +9,15 @@ held-out items; 95 % intervals come from a bootstrap over seeds and items.
     python -m recipes.debate_study                        # three seeds
     python -m recipes.debate_study seeds=0                # what `make demo` runs
     python -m recipes.debate_study log_path=study behavior_if_log_dir_exists=resume seeds=0,1,2,3,4    # more seeds of a study
+    python -m recipes.debate_study dataset=facts          # some planted facts occur in no training question
+    python -m recipes.debate_study base_models=a,b,c      # folders of base models: intervals over those too
+    python -m recipes.debate_study protocols=debate,debate_random_step,debate_unpaid,format    # what a debate owes to its parts
 """
 
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -23,6 +26,7 @@ import chz
 from rich.console import Console
 
 from recipes.common import RL_RATES, for_model, open_log_path, tiny_debate
+from recipes.debate_results import SHOWN, Measured, Run, columns, label_of, markdown, raw_rows, sentence, table_rows
 from recipes.results import PageKey, Seeds
 from recipes.rl_common import TaskConfig, algorithm, check_groups
 from tinker_cookbook.backends import closing_clients
@@ -33,10 +37,11 @@ from tinker_cookbook.debate.env import DebateGroupBuilder
 from tinker_cookbook.debate.judges import StepJudged
 from tinker_cookbook.debate.oversight import OVERSIGHT_ADVANTAGE
 from tinker_cookbook.debate.protocols import OVERSIGHT
+from tinker_cookbook.debate.signals import SIGNALS
 from tinker_cookbook.env.dataset import DatasetBuilder
 from tinker_cookbook.exceptions import CheckpointError, ConfigurationError, TrainingError
 from tinker_cookbook.models import info as model_info
-from tinker_cookbook.report.tables import markdown_table, print_table
+from tinker_cookbook.report.tables import print_table
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.rollouts import do_batch_rollout, finished_groups
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
@@ -46,7 +51,6 @@ from tinker_cookbook.stores.training_store import CONFIG_BASE_NAME
 from tinker_cookbook.utils.fields import docs
 from tinker_cookbook.utils.files import flatten, read_json_object, read_jsonl, to_jsonable, write_json, write_text
 from tinker_cookbook.utils.interrupts import interruptible
-from tinker_cookbook.utils.intervals import Estimate, bootstrap_mean
 from tinker_cookbook.utils.processes import processes
 from tinker_cookbook.utils.run_logs import label
 from tinker_cookbook.utils.secrets import redact
@@ -55,14 +59,18 @@ from tinker_cookbook.weights_config import WeightsConfig
 
 RECIPE = "debate_study"
 RATES = RL_RATES._replace(tiny=2e-3)
-BEFORE = "before"
-RESULTS = "study.json"
+RESULTS, ROWS = "study.json", "study.parquet"
+QUICK_TOKENS = 6000
+"""Sampled tokens of each run of the quick form."""
+TRAINING_FACTOR = 2.5
+"""How much longer a token takes in training than in measuring, roughly: it is also trained on."""
 RESTS_ON = (
-    "The held-out questions of the shipped data are new starts of known steps: 99 % of their steps occur in training. "
+    "The held-out questions of dataset=trails are new starts of known steps: 99 % of their steps occur in training. "
     "On four base models debate was never behind direct judging, and on one of them level with it (docs/debate.md)."
 )
 FREE = (
     "seeds",
+    "base_models",
     "protocols",
     "processes",
     "page",
@@ -74,12 +82,21 @@ FREE = (
 )
 """Keys that may change when a study goes on."""
 
+Place = tuple[str, str, int]
+"""Base model, protocol and seed of a run."""
+
 
 @chz.chz(typecheck=True)
 class StudyKeys:
     """What is compared."""
 
-    protocols: tuple[str, ...] = chz.field(default=OVERSIGHT, doc=f"which to compare: {', '.join(OVERSIGHT)}")
+    protocols: tuple[str, ...] = chz.field(default=OVERSIGHT, doc=f"which to compare: {', '.join(SIGNALS)}")
+    base_models: tuple[str, ...] = chz.field(
+        default=(), doc="folders or ids of base models, each studied with every protocol and seed; default: model_name"
+    )
+    quick: bool = chz.field(
+        default=False, doc=f"the first seed alone and {QUICK_TOKENS:,} tokens: some minutes on two idle cores"
+    )
     tokens: int = chz.field(default=24_000, doc="sampled tokens of each run", validator=chz.validators.gt(0))
 
 
@@ -111,8 +128,12 @@ class CLIConfig(
 
     @chz.validate
     def _check_study(self) -> None:
-        if unknown := set(self.protocols) - set(OVERSIGHT):
-            raise ConfigurationError(f"protocols={','.join(sorted(unknown))} is unknown; use {', '.join(OVERSIGHT)}")
+        if unknown := set(self.protocols) - set(SIGNALS):
+            raise ConfigurationError(f"protocols={','.join(sorted(unknown))} is unknown; use {', '.join(SIGNALS)}")
+        if len({label_of(base) for base in self.base_models}) < len(self.base_models):
+            raise ConfigurationError(
+                f"base_models={','.join(self.base_models)}: two have one name; their runs need different folders"
+            )
         if not self.seeds or not self.protocols:
             raise ConfigurationError("seeds and protocols must name at least one each")
         if self.processes < 1:
@@ -122,34 +143,14 @@ class CLIConfig(
         if self.batch_tokens is not None and self.batch_tokens < 1:
             raise ConfigurationError(f"batch_tokens={self.batch_tokens}: must be at least 1, or None")
 
+    def of_base(self, base: str) -> "CLIConfig":
+        """The keys of a base model's runs; "": of `model_name`."""
+        return for_model(chz.replace(self, model_name=base) if base else self)
 
-@dataclass(frozen=True)
-class Measured:
-    """A policy on the held-out items, under one protocol. Lists are per item."""
-
-    correct_I: list[float]
-    """share of its answers that are right"""
-    accepted_I: list[float]
-    """share that the judge accepts"""
-    judge_right_I: list[float]
-    """share on which judge and truth agree"""
-    pairs_I: list[float]
-    """of pairs of a right and a wrong answer, where the judge prefers the right one; items that have such pairs"""
-    tokens_per_rollout: float
-
-
-@dataclass(frozen=True)
-class Run:
-    """One protocol, one seed."""
-
-    protocol: str
-    seed: int
-    steps: int
-    tokens: int
-    """sampled in training"""
-    seconds: float
-    before: Measured
-    after: Measured
+    def settled(self) -> "CLIConfig":
+        """With what `quick` means."""
+        quick = {"seeds": self.seeds[:1], "tokens": min(self.tokens, QUICK_TOKENS)}
+        return chz.replace(self, **quick) if self.quick else self
 
 
 def group_size(cli: CLIConfig) -> int:
@@ -216,6 +217,8 @@ async def measure(cli: CLIConfig, protocol: str, checkpoint: str | None) -> Meas
         judge_right_I=[_mean(rows, "debate/judge_accuracy") for rows in rows_I],
         pairs_I=[row["debate/pair_accuracy"] for rows in rows_I for row in rows if "debate/pair_accuracy" in row],
         tokens_per_rollout=fmean(trajectory.num_action_tokens for trajectory in rollouts),
+        items_I=[item.id for item in test[: cli.num_test]],
+        parts_I=[item.part for item in test[: cli.num_test]],
     )
 
 
@@ -225,116 +228,42 @@ def _mean(rows: Sequence[Mapping[str, float]], key: str) -> float:
     return fmean(values) if values else 0.0
 
 
-async def run_one(cli: CLIConfig, folder: Path, protocol: str, seed: int, before: Measured) -> Run:
+async def run_one(cli: CLIConfig, folder: Path, base: str, protocol: str, seed: int, before: Measured) -> Run:
     """Train for as many whole updates as the tokens allow, estimated from the rollout length before training; then
     measure.
     """
     per_question = before.tokens_per_rollout * group_size(cli)
     groups = cli.num_groups if cli.batch_tokens is None else max(1, round(cli.batch_tokens / per_question))
     steps = max(1, round(cli.tokens / (per_question * groups)))
-    config = run_config(cli, folder, protocol, seed, groups, steps)
-    started = time.perf_counter()
+    config = run_config(cli, folder / label_of(base), protocol, seed, groups, steps)
+    started, computing = time.perf_counter(), time.process_time()
     await train.main(config)
     record = get_last_checkpoint(config.log_path, "sampler_path")
     if record is None:
         raise CheckpointError(f"{config.log_path} holds no checkpoint to measure; delete the folder and start over")
     after = await measure(cli, protocol, record.sampler_path)
     rows = read_jsonl(Path(config.log_path) / "metrics.jsonl")
-    tokens = sum(int(row.get("env/all/total_ac_tokens", 0)) for row in rows)
-    return Run(protocol, seed, steps, tokens, time.perf_counter() - started, before, after)
-
-
-def estimate(runs: Sequence[Run], values: str) -> Estimate:
-    return bootstrap_mean([getattr(run.after, values) for run in runs])
-
-
-def gap(runs: Sequence[Run]) -> Estimate:
-    """How much more of the trained policy's answers the judge accepts than are right."""
-    return bootstrap_mean(
-        [[a - c for a, c in zip(run.after.accepted_I, run.after.correct_I, strict=True)] for run in runs]
+    sampled, read = (sum(int(row.get(f"env/all/total_{of}_tokens", 0)) for row in rows) for of in ("ac", "ob"))
+    checks = sum(
+        row.get("env/all/debate/judge_checks", 0.0) * row["env/all/total_episodes"] for row in rows if _played(row)
     )
+    seconds, computed = time.perf_counter() - started, time.process_time() - computing
+    return Run(protocol, seed, steps, sampled, seconds, before, after, base, read, round(checks), computed)
 
 
-def lead(runs: Sequence[Run], others: Sequence[Run]) -> Estimate:
-    """Accuracy of one protocol's policies minus another's, on the same items, over the seeds that both have."""
-    other = {run.seed: run.after.correct_I for run in others}
-    both = [run for run in runs if run.seed in other]
-    return bootstrap_mean([[a - b for a, b in zip(run.after.correct_I, other[run.seed], strict=True)] for run in both])
-
-
-COLUMNS = (
-    "signal",
-    "steps",
-    "tokens",
-    "judge right, before",
-    "prefers the right one",
-    "policy right",
-    "debate minus this",
-    "hacking gap",
-)
-
-
-SHOWN = ("signal", "prefers the right one", "policy right", "debate minus this", "hacking gap")
-
-
-def table_rows(runs: Sequence[Run]) -> list[list[str]]:
-    by_protocol: dict[str, list[Run]] = {}
-    for run in runs:
-        by_protocol.setdefault(run.protocol, []).append(run)
-    first = runs[0].before
-    rows = [[BEFORE, "0", "0", "", "", str(bootstrap_mean([first.correct_I])), "", ""]]
-    for protocol, protocol_runs in by_protocol.items():
-        pairs = protocol_runs[0].before.pairs_I
-        debate = by_protocol.get("debate")
-        rows.append(
-            [
-                protocol,
-                str(protocol_runs[0].steps),
-                f"{fmean(run.tokens for run in protocol_runs):.0f}",
-                str(bootstrap_mean([protocol_runs[0].before.judge_right_I])),
-                str(bootstrap_mean([pairs])) if pairs else "",
-                str(estimate(protocol_runs, "correct_I")),
-                str(lead(debate, protocol_runs)) if debate and protocol != "debate" else "",
-                str(gap(protocol_runs)),
-            ]
-        )
-    return rows
-
-
-def sentence(runs: Sequence[Run]) -> str:
-    """The result in one sentence."""
-    debates = [run for run in runs if run.protocol == "debate"]
-    rivals = {
-        name: [run for run in runs if run.protocol == name] for name in OVERSIGHT if name not in ("debate", "truth")
-    }
-    rivals = {name: runs_of for name, runs_of in rivals.items() if runs_of}
-    if not debates or not rivals:
-        return "Nothing to compare: the sentence needs debate and another protocol without the truth."
-    best = max(rivals, key=lambda name: estimate(rivals[name], "correct_I").mean)
-    difference, accuracy = lead(debates, rivals[best]), estimate(debates, "correct_I")
-    how = "beats" if difference.low > 0 else "loses to" if difference.high < 0 else "cannot be told apart from"
-    tokens, seeds = fmean(run.tokens for run in debates), f"{len(debates)} seed{'s' if len(debates) > 1 else ''}"
-    over = "seeds and " if len(debates) > 1 else ""
-    return (
-        f"On this one base model, at about {tokens:.0f} sampled tokens and {seeds}, the policy trained by debate is right on "
-        f"{accuracy} of the held-out answers and {how} the best other signal without the truth, {best} "
-        f"({estimate(rivals[best], 'correct_I')}): difference {difference}, over {over}questions, not over base models."
-    )
-
-
-def markdown(runs: Sequence[Run]) -> str:
-    """The table and the sentence."""
-    return "\n".join([markdown_table(COLUMNS, table_rows(runs)), "", sentence(runs)])
+def _played(row: Mapping[str, Any]) -> bool:
+    return "env/all/total_episodes" in row
 
 
 def write_results(folder: Path, runs: Sequence[Run]) -> None:
-    """study.json with every number, study.md with the table."""
+    """study.json with every number, study.parquet with a row for each run and item, study.md with the table."""
     write_json(folder / RESULTS, {"runs": [asdict(run) for run in runs]})
+    raw_rows(runs).to_parquet(folder / ROWS, index=False)
     write_text(folder / "study.md", f"{markdown(runs)}\n")
 
 
-def earlier_runs(folder: Path, cli: CLIConfig) -> dict[tuple[str, int], Run]:
-    """The results of a resumed study so far, by protocol and seed; its config is stored for the next time.
+def earlier_runs(folder: Path, cli: CLIConfig) -> dict[Place, Run]:
+    """The results of a resumed study so far, by base model, protocol and seed; its config is stored for the next time.
 
     Raises ConfigurationError if its settings differ, because the runs would not be comparable.
     """
@@ -355,7 +284,7 @@ def earlier_runs(folder: Path, cli: CLIConfig) -> dict[tuple[str, int], Run]:
     results = folder / RESULTS
     saved = read_json_object(results, "remove the file to measure again")["runs"] if results.exists() else []
     runs = [Run(**{**run, "before": Measured(**run["before"]), "after": Measured(**run["after"])}) for run in saved]
-    return {(run.protocol, run.seed): run for run in runs}
+    return {(run.base, run.protocol, run.seed): run for run in runs}
 
 
 def _as_now(config: dict[str, Any]) -> dict[str, Any]:
@@ -368,23 +297,31 @@ def _as_now(config: dict[str, Any]) -> dict[str, Any]:
 
 
 async def study(cli: CLIConfig) -> list[Run]:
-    """Run every protocol with every seed; results are written after each run, and a resumed study keeps them."""
-    cli = for_model(cli)
-    folder = open_folder(open_log_path(cli, RECIPE, RECIPE, str(cli.task)), "log_path")
+    """Run every protocol with every base model and seed, after a line that says how many and how long; results are written after
+    each run, and a resumed study keeps them.
+    """
+    cli = cli.settled()
+    bases = {base: cli.of_base(base) for base in cli.base_models or ("",)}
+    folder = open_folder(open_log_path(cli.of_base(""), RECIPE, RECIPE, str(cli.task)), "log_path")
     with one_writer(folder, "log_path"):
-        earlier = earlier_runs(folder, cli)
-        known = {run.protocol: run.before for run in earlier.values()}
-        before = {
-            protocol: known.get(protocol) or await measure(cli, protocol, cli.load_checkpoint_path)
-            for protocol in cli.protocols
-        }
-        asked = [(protocol, seed) for seed in cli.seeds for protocol in cli.protocols]
+        earlier = earlier_runs(folder, cli.of_base(""))
+        before = {(run.base, run.protocol): run.before for run in earlier.values()}
+        asked = [(base, protocol, seed) for base in bases for seed in cli.seeds for protocol in cli.protocols]
         finished, order = dict(earlier), dict.fromkeys([*asked, *earlier])
+        started, measured = time.perf_counter(), 0.0
+        for base, protocol in dict.fromkeys((base, protocol) for base, protocol, _ in asked):
+            if (base, protocol) not in before:
+                found = await measure(bases[base], protocol, cli.load_checkpoint_path)
+                before[base, protocol] = found
+                measured += found.tokens_per_rollout * len(found.correct_I) * cli.samples
+        per_token = (time.perf_counter() - started) / measured * TRAINING_FACTOR if measured else None
+        print(announced(cli, asked, earlier, per_token), flush=True)
         # Processes, not threads: an engine computes on one core, and each run gets its own.
         with processes(cli.processes) as start:
 
-            async def finish(one: tuple[str, int]) -> None:
-                finished[one] = run = await start(_run_process, cli, folder, *one, before[one[0]])
+            async def finish(one: Place) -> None:
+                base, protocol, _ = one
+                finished[one] = run = await start(_run_process, bases[base], folder, *one, before[base, protocol])
                 write_results(folder, [finished[other] for other in order if other in finished])
                 print(told(run), flush=True)
 
@@ -395,30 +332,42 @@ async def study(cli: CLIConfig) -> list[Run]:
     return [finished[one] for one in asked]
 
 
+def announced(cli: CLIConfig, asked: Sequence[Place], earlier: Mapping[Place, Run], per_token: float | None) -> str:
+    """A line about what is to run, and how long it takes by the runs that are finished, else by the measurements: seconds for a
+    sampled token, if anything was measured."""
+    left = [one for one in asked if one not in earlier]
+    seconds = fmean(run.seconds for run in earlier.values()) if earlier else cli.tokens * (per_token or 0.0)
+    hours = seconds * len(left) / cli.processes / 3600
+    by = "those that are finished" if earlier else "the measurements before training"
+    return f"{len(asked)} runs, {len(left)} to go; about {hours:.2f} hours, by {by}"
+
+
 def told(run: Run) -> str:
     """A line for the terminal."""
     before, after = fmean(run.before.correct_I), fmean(run.after.correct_I)
+    base = f"{label_of(run.base)}, " if run.base else ""
     return (
-        f"{run.protocol}, seed {run.seed}: {run.steps} steps, {run.tokens} tokens, {run.seconds:.0f} s; right "
+        f"{base}{run.protocol}, seed {run.seed}: {run.steps} steps, {run.tokens} tokens, {run.seconds:.0f} s; right "
         f"{before:.3f} -> {after:.3f}"
     )
 
 
-def _run_process(cli: CLIConfig, folder: Path, protocol: str, seed: int, before: Measured) -> Run:
+def _run_process(cli: CLIConfig, folder: Path, base: str, protocol: str, seed: int, before: Measured) -> Run:
     """`run_one`, in a separate process."""
     with interruptible() as interrupts:
         try:
             with closing_clients(), label(f"{protocol}, seed {seed}"):
-                return interrupts.run(run_one(cli, folder, protocol, seed, before))
+                return interrupts.run(run_one(cli, folder, base, protocol, seed, before))
         except KeyboardInterrupt:
             raise TrainingError(f"{protocol}, seed {seed}: interrupted; what it did is saved") from None
 
 
 def show(runs: Sequence[Run]) -> None:
     """Print the columns that fit the terminal, the sentence, and its basis."""
-    shown = [COLUMNS.index(column) for column in SHOWN]
+    named = columns(runs)
+    shown = [i for i, column in enumerate(named) if column in SHOWN or column.startswith("right, ")]
     rows = [[row[i] for i in shown] for row in table_rows(runs)]
-    print_table("Held-out items, mean [95 % interval]", SHOWN, rows)
+    print_table("Held-out items, mean [95 % interval]", [named[i] for i in shown], rows)
     Console(soft_wrap=True).print(f"{sentence(runs)}\n{RESTS_ON}")
 
 

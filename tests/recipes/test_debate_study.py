@@ -3,25 +3,29 @@
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
 
 from recipes import debate_study
 from recipes.common import for_model
-from recipes.debate_study import (
-    CLIConfig,
+from recipes.debate_results import (
+    COLUMNS,
     Measured,
     Run,
+    columns,
     estimate,
     gap,
     lead,
     markdown,
-    run_config,
+    raw_rows,
     sentence,
     table_rows,
 )
+from recipes.debate_study import CLIConfig, run_config
 from recipes.results import fill_page
 from tests.child import ROOT
 from tinker_cookbook.cli_utils import run_recipe
@@ -49,11 +53,80 @@ RUNS = [run("debate", 0.9), run("direct", 0.5), run("self_consistency", 0.3, acc
 
 
 def test_each_protocol_has_a_row_with_what_it_came_to() -> None:
-    before, *rows = table_rows(RUNS)
-    assert before[0] == "before" and before[5].startswith("0.25")
-    assert [row[0] for row in rows] == ["debate", "direct", "self_consistency", "truth"]
-    assert rows[1][5].startswith("0.50") and rows[1][6].startswith("0.40")
-    assert rows[0][6] == ""
+    before, *rows = [dict(zip(COLUMNS, row, strict=True)) for row in table_rows(RUNS)]
+    assert before["signal"] == "before" and before["policy right"].startswith("0.25")
+    assert [row["signal"] for row in rows] == ["debate", "direct", "self_consistency", "truth"]
+    assert rows[1]["policy right"].startswith("0.50") and rows[1]["debate minus this"].startswith("0.40")
+    assert rows[0]["debate minus this"] == ""
+
+
+def test_budgets_are_columns() -> None:
+    spent = replace(RUNS[0], read_tokens=5000, checks=70, cpu_seconds=12.4)
+    row = dict(zip(COLUMNS, table_rows([spent, replace(spent, seed=1, checks=90)])[1], strict=True))
+    names = ("sampled tokens", "all tokens", "judge checks", "CPU s")
+    assert [row[name] for name in names] == ["1000", "6000", "80", "12"]
+
+
+class TestSeveralBaseModels:
+    """Their spread is in the interval, and runs of one are compared with runs of the same."""
+
+    def runs(self, *pairs: tuple[float, float]) -> list[Run]:
+        """Of debate and of direct judging, right on so many items, with two seeds on each base model."""
+        return [
+            replace(run(protocol, right, seed), base=f"models/{base}")
+            for base, pair in enumerate(pairs)
+            for protocol, right in zip(("debate", "direct"), pair, strict=True)
+            for seed in (0, 1)
+        ]
+
+    def test_differences_are_taken_within_a_base_model(self) -> None:
+        found = self.runs((0.5, 0.4), (0.9, 0.8), (0.3, 0.2))
+        difference = lead(found[:2] + found[4:6] + found[8:10], found[2:4] + found[6:8] + found[10:12])
+        assert difference.mean == pytest.approx(0.1)
+        assert sentence(found).startswith("Over 3 base models, at about")
+        assert sentence(found).endswith("over base models and seeds and questions.")
+
+    def test_few_base_models_make_a_wide_interval(self) -> None:
+        """The same runs, taken as those of one base model, look surer than they are."""
+        found = self.runs((0.9, 0.5), (0.5, 0.5), (0.7, 0.5))
+        wide = estimate([one for one in found if one.protocol == "debate"], "correct_I")
+        narrow = estimate(
+            [replace(one, base="", seed=i) for i, one in enumerate(found) if one.protocol == "debate"], "correct_I"
+        )
+        assert wide.mean == pytest.approx(narrow.mean) and wide.high - wide.low > 1.5 * (narrow.high - narrow.low)
+
+    def test_base_models_of_one_name_would_share_a_folder(self) -> None:
+        with pytest.raises(ConfigurationError, match="two have one name"):
+            CLIConfig(base_models=("a/tiny", "b/tiny"))
+
+
+class TestParts:
+    """Of the test set: those with planted facts that training never shows, say."""
+
+    PARTS = ("unseen:52", "unseen:52", "unseen:150", "seen:58", "without", "without")
+
+    def run_of(self, protocol: str, right: list[float]) -> Run:
+        after = Measured(right, right, [1.0] * 6, [], 20.0, list("abcdef"), list(self.PARTS))
+        return replace(run(protocol, 0.5), before=after, after=after)
+
+    def test_each_has_columns_of_its_own(self) -> None:
+        runs = [self.run_of("debate", [1, 1, 1, 0, 0, 0]), self.run_of("direct", [0, 0, 0, 1, 1, 0])]
+        rows = [dict(zip(columns(runs), row, strict=True)) for row in table_rows(runs)]
+        assert columns(runs)[len(COLUMNS) :: 2] == ["right, unseen", "right, seen", "right, without"]
+        assert [rows[1][f"right, {part}"][:4] for part in ("unseen", "seen", "without")] == ["1.00", "0.00", "0.00"]
+        assert rows[2]["debate minus this, unseen"].startswith("1.00")
+        assert rows[2]["debate minus this, seen"].startswith("-1.00")
+        assert rows[0]["right, without"].startswith("0.00")
+
+    def test_items_about_one_fact_count_together(self) -> None:
+        """The two about 52 are drawn together, so the interval of three items is that of two clusters."""
+        found = estimate([self.run_of("debate", [1, 1, 0, 0, 0, 0])], "correct_I", "unseen")
+        assert (found.low, found.high) == (0.0, 1.0) and found.mean == pytest.approx(2 / 3)
+
+    def test_raw_rows_hold_every_item(self) -> None:
+        table = raw_rows([self.run_of("debate", [1, 1, 1, 0, 0, 0])])
+        assert list(table["part"]) == list(self.PARTS) and list(table["correct_after"]) == [1, 1, 1, 0, 0, 0]
+        assert list(table["item"]) == list("abcdef") and set(table["protocol"]) == {"debate"}
 
 
 def test_the_gap_is_what_the_judge_accepts_too_much() -> None:
@@ -144,7 +217,9 @@ class TestGoingOn:
 
         @contextmanager
         def here(count: int) -> Iterator[Callable[..., Coroutine[Any, Any, Run]]]:
-            async def start(_: Any, cli: CLIConfig, folder: Path, protocol: str, seed: int, before: Measured) -> Run:
+            async def start(
+                _: Any, cli: CLIConfig, folder: Path, base: str, protocol: str, seed: int, before: Measured
+            ) -> Run:
                 found.append((protocol, seed))
                 (folder / f"{protocol}_seed{seed}").mkdir(exist_ok=True)
                 if found.count(("direct", 1)) == 1 and (protocol, seed) == ("direct", 1):
@@ -244,4 +319,7 @@ def test_a_study_to_its_end_twice_and_anew(
     assert "debate, seed 0:" in capsys.readouterr().out
     anew = study("delete", "direct")
     assert anew.keys() == {"direct"} and not (folder / "debate_seed0").exists()
-    assert {**anew["direct"], "seconds": 0} == {**first["direct"], "seconds": 0}  # the same seed, the same numbers
+    clocks = {"seconds": 0, "cpu_seconds": 0}
+    assert {**anew["direct"], **clocks} == {**first["direct"], **clocks}  # the same seed, the same numbers
+    assert anew["direct"]["checks"] > 0 and anew["direct"]["read_tokens"] > anew["direct"]["tokens"]
+    assert len(pandas.read_parquet(folder / "study.parquet")) == 6

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from tinker_cookbook.utils.intervals import Z_95, bootstrap_mean, clustered_mean, student_mean, wilson
+from tinker_cookbook.utils.intervals import Z_95, bootstrap_mean, clustered_mean, nested_mean, student_mean, wilson
 
 
 def test_wilson_golden_numbers() -> None:
@@ -53,6 +53,37 @@ def test_runs_that_differ_widen_the_interval() -> None:
 def test_runs_of_different_items_are_an_error() -> None:
     with pytest.raises(ValueError):
         bootstrap_mean([])
+
+
+class TestNested:
+    """Means over base models, their runs, and items."""
+
+    def test_base_models_that_differ_alone_give_student_s_interval(self) -> None:
+        means = (0.15, 0.0, 0.21, 0.25)
+        found, expected = nested_mean([[[mean] * 30] * 2 for mean in means]), student_mean(means)
+        assert found.mean == pytest.approx(expected.mean)
+        assert (found.low, found.high) == pytest.approx((expected.low, expected.high), abs=0.01)
+
+    def test_items_alone_give_the_bootstrap_s(self) -> None:
+        """Base models that agree add nothing; t of 2 degrees of freedom and three halves of the variance stay."""
+        items = np.random.default_rng(2).random(60).tolist()
+        one, found = bootstrap_mean([items]), nested_mean([[items]] * 3)
+        widened = 4.303 / 1.96 * math.sqrt(3 / 2)
+        assert found.high - found.low == pytest.approx(widened * (one.high - one.low), rel=0.05)
+
+    def test_items_of_a_cluster_count_as_one(self) -> None:
+        values, clusters = [1.0, 1.0, 1.0, 0.0, 0.0, 0.0] * 4, [i // 3 for i in range(24)]
+        alone, together = nested_mean([[values]]), nested_mean([[values]], clusters)
+        assert alone.mean == together.mean == 0.5
+        ratio = (together.high - together.low) / (alone.high - alone.low)
+        assert ratio == pytest.approx(math.sqrt(3), rel=0.1)
+
+    def test_intervals_stay_in_the_range_and_shapes_are_checked(self) -> None:
+        found = nested_mean([[[0.0] * 5], [[1.0] * 5]], low=0.0, high=1.0)
+        assert (found.low, found.high) == (0.0, 1.0)
+        for wrong in ([], [[[0.5] * 3], [[0.5] * 4]]):
+            with pytest.raises(ValueError, match="one value per base model, run and item"):
+                nested_mean(wrong)
 
 
 class TestClustered:

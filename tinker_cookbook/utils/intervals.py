@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tinker_cookbook.utils.lazy import np
 
@@ -87,6 +88,49 @@ def bootstrap_mean(values_R_I: Sequence[Sequence[float]], draws: int = 4000, see
     )
     low, high = np.quantile(means, (0.025, 0.975))
     return Estimate(float(values.mean()), float(low), float(high))
+
+
+def nested_mean(
+    values_B_R_I: Sequence[Sequence[Sequence[float]]],
+    clusters_I: Sequence[object] | None = None,
+    low: float = -math.inf,
+    high: float = math.inf,
+    draws: int = 4000,
+    seed: int = 0,
+) -> Estimate:
+    """The mean over base models, runs of each and items, with a 95 % interval over all three.
+
+    A bootstrap draws base models, of each one runs, and clusters of items, which are the same everywhere. Its standard error is
+    widened by B / (B - 1) in the variance, since B drawn base models are less spread than B others, and the interval is Student's
+    with B - 1 degrees of freedom. With one base model it is `bootstrap_mean`'s interval, of that one alone.
+
+    Args:
+        values_B_R_I: one value per base model, run and item; base models may have different numbers of runs.
+        clusters_I: of each item; items of one cluster are drawn together. None: each item by itself.
+        low, high: the range of the values; the interval is clipped to it.
+    """
+    bases: list[Any] = [np.asarray(values_R_I, dtype=np.float64) for values_R_I in values_B_R_I]
+    items = bases[0].shape[1] if bases and bases[0].ndim == 2 else 0
+    if not items or any(base.ndim != 2 or base.shape[1] != items for base in bases):
+        raise ValueError("values_B_R_I: one value per base model, run and item, with the same items everywhere")
+    clusters = range(items) if clusters_I is None else clusters_I
+    members: dict[object, list[int]] = {}
+    for item, cluster in enumerate(clusters):
+        members.setdefault(cluster, []).append(item)
+    groups = list(members.values())
+    rng = np.random.default_rng(seed)
+    means = np.empty(draws)
+    for draw in range(draws):
+        picked: list[int] = rng.integers(len(groups), size=len(groups)).tolist()
+        drawn = [item for group in picked for item in groups[group]]
+        chosen: list[Any] = [bases[base] for base in rng.integers(len(bases), size=len(bases)).tolist()]
+        means[draw] = np.mean([base[rng.integers(len(base), size=len(base))][:, drawn].mean() for base in chosen])
+    mean, count = float(np.mean([base.mean() for base in bases])), len(bases)
+    if count == 1:
+        bounds = np.quantile(means, (0.025, 0.975))
+        return within_range(Estimate(mean, float(bounds[0]), float(bounds[1])), low, high)
+    half = student_95(count) * float(means.std(ddof=1)) * math.sqrt(count / (count - 1))
+    return within_range(Estimate(mean, mean - half, mean + half), low, high)
 
 
 def clustered_mean(values_G: Sequence[Sequence[float]], low: float = 0.0, high: float = 1.0) -> Estimate:
