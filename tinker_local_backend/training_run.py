@@ -81,7 +81,7 @@ class TrainingRun:
         self, data: Sequence[tinker.Datum], loss_fn: str, config: LossConfig, backward: bool
     ) -> Parts[tinker.ForwardBackwardOutput]:
         """As trainer.forward_backward, on all processes."""
-        pictures = yield from prepare_pictures(data, self.model)
+        pictures = yield from prepare_pictures(data, self.model, self.engine.deterministic)
         routes = self._check_provenance(data, loss_fn, config, backward)
         if self.replicated is None:
             passes = trainer.forward_backward(self.model, self.state, data, loss_fn, config, backward, routes=routes)
@@ -98,7 +98,7 @@ class TrainingRun:
     def forward_backward_custom(
         self, data: Sequence[tinker.Datum], loss_fn: CustomLossFn
     ) -> Parts[tinker.ForwardBackwardOutput]:
-        pictures = yield from prepare_pictures(data, self.model)
+        pictures = yield from prepare_pictures(data, self.model, self.engine.deterministic)
         if self.replicated is None:
             output = yield from forward_backward_custom(self.model, self.state, data, loss_fn)
         else:

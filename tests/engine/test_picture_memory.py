@@ -1,6 +1,7 @@
 """What is kept of pictures, where they are decoded, and what becomes of the others when one of them fails."""
 
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,18 @@ import torch
 
 from tests.engine import vision_models
 from tests.engine.direct import Direct, request
-from tests.engine.helpers import assert_near, drop_gradients, gradients, make_training_client, params, random_tokens
+from tests.engine.helpers import (
+    assert_near,
+    drop_gradients,
+    gradients,
+    make_training_client,
+    params,
+    pass_tokens,
+    random_tokens,
+)
 from tests.engine.test_pictures import about, expected_logprobs, training_datum
 from tests.engine.vision_models import VisionFamily, model_input, picture, png, vision_family
+from tests.waiting import HANG_SECONDS
 from tinker_local_backend import RequestError, SamplingClient, ServiceClient, TrainingClient
 from tinker_local_backend.engine.model import picture_files, pictures, vision
 from tinker_local_backend.engine.model.pictures import ContentNumbers
@@ -61,17 +71,8 @@ def trained(client: TrainingClient, data: list[tinker.Datum]) -> tuple[list[np.n
     return found
 
 
-def test_features_beyond_their_bound_are_made_again(
-    family: VisionFamily, client: TrainingClient, seen: Vision, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also those that the same pass needs; numbers do not change by a bit."""
-    data = data_of(family, range(100, 106))
-    logprobs, gradient = trained(client, [*data, *data])
-    one = next(iter(seen._recent.values())).features
-    assert one is not None and seen._recent_bytes == len(seen._recent) * one.nbytes and len(seen._recent) == 6
-    monkeypatch.setattr(vision, "FEATURE_BYTES", 2 * one.nbytes)
-    seen.release()
-    assert (seen._recent_bytes, len(seen._recent)) == (0, 0)
+def count_tower_runs(seen: Vision, patch: pytest.MonkeyPatch) -> list[int]:
+    """Of each run, how many pictures have embeddings before it."""
     held: list[int] = []
     run_tower = seen._run_tower
 
@@ -79,11 +80,74 @@ def test_features_beyond_their_bound_are_made_again(
         held.append(sum(known.features is not None for known in seen._known.values()))
         return run_tower(asked)
 
-    monkeypatch.setattr(seen, "_run_tower", counting)
+    patch.setattr(seen, "_run_tower", counting)
+    return held
+
+
+def kept_bytes(seen: Vision) -> list[int]:
+    return [vision._kept_bytes(picture) for picture in seen._recent.values()]
+
+
+def test_features_beyond_their_bound_are_made_again(
+    family: VisionFamily, client: TrainingClient, seen: Vision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass needs all of its pictures, and makes each once; what it leaves is within the bound. Numbers keep every bit."""
+    data = data_of(family, range(100, 106))
+    logprobs, gradient = trained(client, [*data, *data])
+    assert seen._recent_bytes == sum(kept_bytes(seen)) and len(seen._recent) == 6
+    monkeypatch.setattr(vision, "FEATURE_BYTES", 2 * max(kept_bytes(seen)))
+    seen.release()
+    assert (seen._recent_bytes, len(seen._recent)) == (0, 0)
+    held = count_tower_runs(seen, monkeypatch)
     again, gradient_again = trained(client, [*data, *data])
-    assert len(held) >= 6 and max(held) <= 2, "no more than the bound is ever kept"
+    assert held == [0, 1, 2, 3, 4, 5] and len(seen._recent) == 2
+    pass_tokens(monkeypatch, 1)  # each datum in a pass of its own
+    trained(client, data)
+    assert len(held) > 6 and max(held[6:]) <= 2
     assert all(np.array_equal(a, b) for a, b in zip(logprobs, again, strict=True))
     assert all(np.array_equal(gradient_again[name], value) for name, value in gradient.items())
+
+
+def test_more_pictures_than_are_kept_are_encoded_once_for_all_rows(
+    base: SamplingClient, seen: Vision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four in each of 64 rows that share no beginning, where three have room."""
+    chunks = [picture(24, 16, seed=seed) for seed in range(200, 204)]
+    model = base._model
+    checked = [checked_prompt(model_input([random_tokens(3, i), *chunks, [i]]), model) for i in range(64)]
+    requests = [request(one.tokens, pictures=one.pictures, max_tokens=1, seed=i) for i, one in enumerate(checked)]
+    Direct(model).run(requests[0])
+    monkeypatch.setattr(vision, "FEATURE_BYTES", 3 * max(kept_bytes(seen)))
+    seen.release()
+    held = count_tower_runs(seen, monkeypatch)
+    Direct(model).run(*requests)
+    assert len(held) == 4 and len(seen._recent) == 3
+
+
+def test_a_prompt_in_chunks_is_encoded_chunk_by_chunk(
+    base: SamplingClient, seen: Vision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that running sequences do not wait for all of its pictures."""
+    chunks = [picture(24, 16, seed=seed) for seed in range(210, 216)]
+    checked = checked_prompt(model_input([part for chunk in chunks for part in ([1, 2], chunk)]), base._model)
+    held, of_step = count_tower_runs(seen, monkeypatch), []
+    direct = Direct(base._model, prefill_tokens=8)
+    direct.submit(request(checked.tokens, pictures=checked.pictures, max_tokens=1))
+    while direct.generator.busy:
+        direct.generator.step()
+        of_step.append(len(held))
+    assert of_step[0] <= 2 and held == [0, 1, 2, 3, 4, 5] and len(of_step) >= 6
+
+
+def test_a_file_counts_with_what_was_made_of_it(
+    base: SamplingClient, seen: Vision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pillow reads a file with anything behind its end."""
+    monkeypatch.setattr(vision, "FEATURE_BYTES", 1 << 20)
+    for seed in range(220, 226):
+        padded = tinker.types.ImageChunk(data=png(24, 16, seed) + bytes(600_000), format="png")
+        base.compute_logprobs(model_input([padded, [1, 2]])).result()
+    assert len(seen._recent) == 1 and sum(len(one.data) for one in seen._recent.values()) < 1 << 20
 
 
 def test_inputs_beyond_their_bound_are_made_when_the_tower_runs(
@@ -91,6 +155,7 @@ def test_inputs_beyond_their_bound_are_made_when_the_tower_runs(
 ) -> None:
     data = data_of(family, range(110, 113))
     logprobs, _ = trained(client, data)
+    assert seen._inputs._bytes == 0 and not seen._inputs._by_content, "each is taken once"
     seen.release()
     monkeypatch.setattr(vision, "INPUT_BYTES", 0)
     decoded = spy_on_decoding(seen, monkeypatch)
@@ -130,22 +195,39 @@ def test_the_worker_decodes_no_pictures(
 def test_others_sample_while_pictures_of_training_data_are_decoded(
     family: VisionFamily, client: TrainingClient, base: SamplingClient, seen: Vision, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The worker waits for PICTURES_PER_PART of them at a time. Here the second part waits for the sample."""
-    monkeypatch.setattr(vision, "PICTURES_PER_PART", 1)
-    decode, sampled, blocked = seen._files.decode, threading.Event(), picture(24, 16, seed=151)
+    """The picture waits for a sample that is asked for after it."""
+    decode, sampled = seen._files.decode, threading.Event()
 
     def slow(data: bytes, where: str) -> Any:
-        if data == blocked.data:
-            assert sampled.wait(60), "the sample never came"
+        assert sampled.wait(HANG_SECONDS), "the sample never came"
         return decode(data, where)
 
     monkeypatch.setattr(seen._files, "decode", slow)
-    data = [training_datum(family, about(chunk), 0) for chunk in (picture(24, 16, seed=150), blocked)]
-    pending = client.forward_backward(data, "cross_entropy")
-    base.sample(model_input([random_tokens(5, 0)]), 1, params(1)).result(60)
+    pending = client.forward_backward(data_of(family, [150, 151, 152]), "cross_entropy")
+    base.sample(model_input([random_tokens(5, 0)]), 1, params(4)).result(HANG_SECONDS)
     sampled.set()
-    assert len(pending.result().loss_fn_outputs) == 2
+    assert len(pending.result().loss_fn_outputs) == 3
     drop_gradients(client)
+
+
+def test_how_often_others_have_a_turn_is_fixed_where_runs_are_deterministic(
+    seen: Vision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks = [picture(24, 16, seed=seed) for seed in range(153, 158)]
+    decode = seen._files.decode
+    monkeypatch.setattr(seen._files, "decode", lambda data, where: (time.sleep(0.03), decode(data, where))[1])
+    assert [len(list(seen.prepare(chunks, in_order=True))) for _ in range(2)] == [3, 3]
+    assert len(list(seen.prepare([picture(24, 16, seed=158)], in_order=False))) >= 2, (
+        "it waits no longer than its patience"
+    )
+
+
+def test_what_nobody_waits_for_is_not_decoded(seen: Vision, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded = spy_on_decoding(seen, monkeypatch)
+    parts = seen.prepare([picture(24, 16, seed=seed) for seed in range(230, 260)], in_order=True)
+    next(parts)
+    parts.close()  # as when the engine closes
+    assert len(decoded) == vision.DECODING_THREADS
 
 
 def test_a_picture_of_too_many_pixels_is_refused_before_it_is_decoded(
@@ -183,6 +265,7 @@ class TestAFailingTower:
             (ZeroDivisionError("what went wrong"), SamplingError, "the vision tower failed: what went wrong"),
             (torch.OutOfMemoryError("CUDA out of memory"), RequestError, "too little memory to encode a picture of 8"),
         ],
+        ids=["an error", "no memory"],
     )
     def test_in_sampling(
         self, error: Exception, kind: type[Exception], message: str, base: SamplingClient, failing: list[Exception]
@@ -207,6 +290,25 @@ class TestAFailingTower:
         assert direct.generator._pool.read == 0, "no page is kept for what failed"
         failing.clear()
         assert Direct(model).run(requests[0])[0].sequences[0].tokens, "nothing is lost"
+
+    def test_memory_that_runs_out_once_is_made_room_for(self, base: SamplingClient, failing: list[Exception]) -> None:
+        model = base._model
+        assert model.vision is not None
+        base.compute_logprobs(model_input(about(picture(24, 16, seed=173)))).result()
+        kept = len(model.vision._recent)
+        failing.append(torch.OutOfMemoryError("CUDA out of memory"))
+        released = model.vision.release
+
+        def release() -> None:
+            failing.clear()
+            released()
+
+        model.vision.release = release
+        try:
+            found = base.compute_logprobs(model_input(about(picture(32, 16, seed=174)))).result()
+        finally:
+            del model.vision.release
+        assert kept and found[-1] is not None and len(model.vision._recent) == 1
 
     def test_in_training(
         self, family: VisionFamily, client: TrainingClient, base: SamplingClient, failing: list[Exception]

@@ -148,4 +148,4 @@ def test_the_engine_goes_on_while_pictures_are_decoded(
     assert run(operations, body=REQUEST, op="sample", sampler_id="sees", **NOBODY).fields == {"tokens": 8}
     go_on.set()
     assert encode(sampling.result(HANG_SECONDS)).fields == {"tokens": 8}
-    assert len(threads) == 1 and threads[0].startswith("tinker-preparing")
+    assert len(threads) == 1 and threads[0].startswith("tinker-decoding")

@@ -90,7 +90,7 @@ class Engine:
         make_sampler: MakeSampler = _local_sampler,
         load_model: Callable[[str], BaseModel] = BaseModel,
     ) -> None:
-        self._deterministic = deterministic
+        self.deterministic = deterministic
         self._make_sampler, self._load_model = make_sampler, load_model
         self._kv_tokens = environment.read("TINKER_LOCAL_KV_CACHE_TOKENS")
         self._seeds = np.random.Generator(np.random.PCG64(environment.read("TINKER_LOCAL_SEED")))
@@ -256,7 +256,7 @@ class Engine:
     def _gate(self) -> LoopGate[_Work] | None:
         """The gate of the running event loop, if this thread runs one and the engine is deterministic."""
         self.check_open()
-        loop = running_loop() if self._deterministic else None
+        loop = running_loop() if self.deterministic else None
         if loop is None:
             return None
         gate = self._gates.get(id(loop))

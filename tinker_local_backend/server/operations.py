@@ -33,7 +33,7 @@ Fields = Mapping[str, Any]
 Reply = tuple[EngineFuture[Any], Callable[[Any], Frame]]
 """The future of a result, and a function from result to frame, called on the thread that sets the result."""
 
-PREPARING_THREADS = 2
+DECODING_THREADS = 2
 
 
 class Operations:
@@ -50,8 +50,9 @@ class Operations:
         self._send_progress = send_progress
         self._models: dict[str, TrainingClient] = {}
         self._samplers: dict[str, Future[SamplingClient]] = {}
-        self._preparing = ThreadPoolExecutor(PREPARING_THREADS, "tinker-preparing")
-        """compiling a constraint or decoding pictures may take a second, in which the engine goes on"""
+        self._compiling = ThreadPoolExecutor(1, "tinker-constraints")
+        self._decoding = ThreadPoolExecutor(DECODING_THREADS, "tinker-decoding")
+        """compiling a constraint or decoding a picture may take seconds, in which the engine goes on"""
 
     def run(self, frame: Frame) -> Reply:
         """Submit a frame's operation. Raises RequestError if it cannot be submitted."""
@@ -181,13 +182,13 @@ class Operations:
         if fields.get("stream"):
             arguments["on_progress"] = Progress(partial(self._send_progress, fields["id"]))
         pictures = any(isinstance(chunk, tinker.types.ImageChunk) for chunk in arguments["prompt"].chunks)
-        slow = pictures or arguments["constraint"] is not None
-        if opened.done() and not slow:
+        threads = self._decoding if pictures else self._compiling if arguments["constraint"] is not None else None
+        if opened.done() and threads is None:
             return opened.result().sample(**arguments), _sampled
         response: Future[tinker.types.SampleResponse] = Future()
 
         def begin(done: Future[SamplingClient]) -> None:
-            """The request arrived before its sampler was loaded, or is checked on a thread of `_preparing`."""
+            """The request arrived before its sampler was loaded, or is checked on one of `threads`."""
             try:
                 sampling = done.result().sample(**arguments).future()
             except Exception as error:
@@ -196,7 +197,7 @@ class Operations:
                 sampling.add_done_callback(lambda sampled: resolve(response, sampled.result))
                 response.add_done_callback(lambda answer: sampling.cancel() if answer.cancelled() else None)
 
-        opened.add_done_callback(partial(self._preparing.submit, begin) if slow else begin)
+        opened.add_done_callback(begin if threads is None else partial(threads.submit, begin))
         return EngineFuture(response), _sampled
 
     def drop(self, fields: Fields) -> Reply:

@@ -15,7 +15,8 @@ from tinker_local_backend.engine.model.pictures import MAX_POSITIONS
 from tinker_local_backend.errors import RequestError
 
 MAX_PIXELS = 1 << 25
-"""of one picture: 32 megapixels take about a second to decode. Image processors scale such a picture down anyway."""
+"""of one picture, which takes up to four seconds to decode and scale; a megapixel takes 40 to 80 ms. Image processors scale such
+a picture down anyway."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -57,18 +57,12 @@ class Picture:
     """patches in time, height and width, if the model gives patches positions of three axes"""
     data: bytes = b""
     """its file"""
-    inputs: Mapping[str, torch.Tensor] | None = None
-    """of the vision tower, until it runs. They can be made again from the file, as `features` can"""
     features: Features | None = None
+    """while they are kept; they can be made again from the file"""
 
     def __getstate__(self) -> dict[str, Any]:
         """For another process, which makes its tensors itself."""
-        return {**self.__dict__, "inputs": None, "features": None}
-
-    @property
-    def input_bytes(self) -> int:
-        """Memory of its inputs."""
-        return sum(tensor.nbytes for tensor in (self.inputs or {}).values())
+        return {**self.__dict__, "features": None}
 
     @property
     def ids(self) -> range:
@@ -89,9 +83,11 @@ class SequencePictures:
     shift: int = 0
     """the position of a token behind the sequence is its index plus this"""
 
-    def since(self, start: int) -> Iterator[Picture]:
-        """Those with a token at index `start` or later."""
-        return (picture for picture, end in zip(self.pictures, self.ends, strict=True) if end > start)
+    def within(self, start: int, end: int) -> Iterator[Picture]:
+        """Those with a token at one of these indices."""
+        for picture, last in zip(self.pictures, self.ends, strict=True):
+            if last > start and last - picture.positions < end:
+                yield picture
 
     def positions(self, start: int) -> npt.NDArray[np.int64] | None:
         """Of the tokens from this one on, (3, n); None: their indices."""
@@ -110,6 +106,16 @@ class PassPictures:
         """None if these tokens are all text."""
         rows = np.flatnonzero(tokens >= FIRST_ID)
         return cls(rows, tokens[rows]) if len(rows) else None
+
+    @cached_property
+    def contents(self) -> npt.NDArray[np.int64]:
+        """The picture of each row."""
+        return (self.ids - FIRST_ID) >> _OFFSET_BITS
+
+    @property
+    def offsets(self) -> npt.NDArray[np.int64]:
+        """The index of each row in its picture."""
+        return self.ids & (MAX_POSITIONS - 1)
 
     @cached_property
     def blocks(self) -> list[tuple[int, int]]:
@@ -139,9 +145,7 @@ class ContentNumbers:
         with self._lock:
             while self._digests.setdefault(number, digest) != digest:
                 number = (number + 1) % _CONTENTS
-            self._digests.move_to_end(number)
-            if len(self._digests) > REMEMBERED:
-                self._digests.popitem(last=False)
+            self._used(number)
         return number, digest
 
     def take_over(self, number: int, digest: bytes) -> None:
@@ -149,6 +153,12 @@ class ContentNumbers:
         with self._lock:
             if self._digests.setdefault(number, digest) != digest:
                 raise RequestError("two processes gave one number to two pictures; change a pixel of one of them")
+            self._used(number)
+
+    def _used(self, number: int) -> None:
+        self._digests.move_to_end(number)
+        if len(self._digests) > REMEMBERED:
+            self._digests.popitem(last=False)
 
 
 def content_and_offset(token: int) -> tuple[int, int]:

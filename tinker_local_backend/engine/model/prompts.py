@@ -59,12 +59,15 @@ def checked_prompt(prompt: tinker.ModelInput, model: BaseModel) -> Prompt:
     return Prompt(tuple(tokens), model.vision.of_sequence(tokens, pictures))
 
 
-def prepare_pictures(data: Sequence[tinker.Datum], model: BaseModel) -> Generator[None, None, list[Picture]]:
+def prepare_pictures(
+    data: Sequence[tinker.Datum], model: BaseModel, in_order: bool
+) -> Generator[None, None, list[Picture]]:
     """Decode the pictures of training data on other threads; see Vision.prepare. Keep what it returns until they are used."""
     if model.vision is None or model.vision.refusal:
         return []
     chunks = (chunk for datum in data for chunk in datum.model_input.chunks)
-    return (yield from model.vision.prepare(chunk for chunk in chunks if isinstance(chunk, tinker.types.ImageChunk)))
+    pictures = (chunk for chunk in chunks if isinstance(chunk, tinker.types.ImageChunk))
+    return (yield from model.vision.prepare(pictures, in_order))
 
 
 def _picture(chunk: tinker.types.ImageChunk, where: str, model: BaseModel) -> Picture:

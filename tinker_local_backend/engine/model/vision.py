@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Generator, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -33,20 +33,20 @@ from tinker_local_backend.engine.model.pictures import (
     PassPictures,
     Picture,
     SequencePictures,
-    content_and_offset,
     is_picture,
 )
 from tinker_local_backend.errors import RequestError
 
 FEATURE_BYTES = 256 << 20
-"""Embeddings of pictures that are kept, those used last. Others are made again from their files."""
+"""Embeddings of pictures that are kept, with their files, between passes: those used last. Others are made again."""
 
-INPUT_BYTES = 256 << 20
-"""Inputs of the tower that wait for it, in main memory; a megapixel takes 12 to 25 MB. Others are made when it runs."""
+INPUT_BYTES = 1 << 30
+"""Inputs of the tower that wait for it, in main memory; a megapixel takes 12 to 25 MB. Others are made again when it runs."""
 
 DECODING_THREADS = 2
-PICTURES_PER_PART = 16
-"""Pictures of training data that the worker waits for at a time; a megapixel takes some 50 ms."""
+"""Pictures of one call that are decoded at a time."""
+PATIENCE = 0.01
+"""Seconds for which the worker waits for a picture before it does other work."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,7 @@ class Vision:
         self._has_axes = hasattr(body, "get_vision_position_ids")
         self._files = PictureFiles(name, config, self._body.dtype)
         self._numbers = ContentNumbers()
+        self._inputs = _WaitingInputs()
         self._threads: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
         self._known: weakref.WeakValueDictionary[int, Picture] = weakref.WeakValueDictionary()
@@ -141,14 +142,12 @@ class Vision:
         content, digest = self._numbers.of(chunk.data)
         with self._lock:
             picture = self._known.get(content)
-        if picture is None:
+        if picture is None or picture.digest != digest:
             decoded = self._files.decode(chunk.data, where)
-            new = Picture(content, decoded.positions, digest, decoded.grid, chunk.data, decoded.inputs)
+            new = Picture(content, decoded.positions, digest, decoded.grid, chunk.data)
             with self._lock:
-                waiting = sum(other.input_bytes for other in self._known.values())
-                if waiting + new.input_bytes > INPUT_BYTES:
-                    new.inputs = None
                 picture = self._known.setdefault(content, new)
+                self._inputs.put(content, decoded.inputs)
         expected = chunk.expected_tokens
         if expected is not None and expected != picture.positions:
             raise RequestError(
@@ -157,23 +156,33 @@ class Vision:
             )
         return picture
 
-    def prepare(self, chunks: Iterable[tinker.types.ImageChunk]) -> Generator[None, None, list[Picture]]:
-        """Decode pictures on other threads. Yields while some of them are still to do, so that the worker can do other work.
+    def prepare(
+        self, chunks: Iterable[tinker.types.ImageChunk], in_order: bool
+    ) -> Generator[None, None, list[Picture]]:
+        """Decode pictures on other threads, a few at a time. Yields while they are to do, so that the worker does other work.
 
-        How often it yields depends on `chunks` alone, so that deterministic runs have the same order of work. Pictures that
-        cannot be decoded are left out: `picture` says why.
+        Pictures that cannot be decoded are left out: `picture` says why.
+
+        Args:
+            in_order: how often it yields depends on `chunks` alone, so that deterministic runs have the same order of work; the
+                worker waits for each few. Otherwise it waits for no longer than PATIENCE at a time.
         """
-        different = {chunk.data: chunk for chunk in chunks}
+        different = list({chunk.data: chunk for chunk in chunks}.values())
         if self._threads is None and different:
             self._threads = ThreadPoolExecutor(DECODING_THREADS, "tinker-pictures")
-        found: list[Future[Picture]] = []
-        for chunk in different.values():
+        pictures: list[Picture] = []
+        for i in range(0, len(different), DECODING_THREADS):
             assert self._threads is not None
-            found.append(self._threads.submit(self.picture, chunk, ""))
-        for i in range(0, len(found), PICTURES_PER_PART):
-            wait(found[i : i + PICTURES_PER_PART])
-            yield
-        return [future.result() for future in found if future.exception() is None]
+            few = [self._threads.submit(self.picture, chunk, "") for chunk in different[i : i + DECODING_THREADS]]
+            try:
+                while wait(few, None if in_order else PATIENCE).not_done:
+                    yield
+                yield
+            finally:
+                for future in few:
+                    future.cancel()
+            pictures += [future.result() for future in few if future.exception() is None]
+        return pictures
 
     def adopt(self, pictures: SequencePictures) -> SequencePictures:
         """The pictures of a sequence that another process has checked, as this one knows them."""
@@ -225,73 +234,85 @@ class Vision:
         embeddings_NH = self._body.get_input_embeddings()(torch.full_like(at, own))
         index_of = torch.searchsorted(at, rows_N)
         deeper_LNH: torch.Tensor | None = None
-        first = 0
-        for start, end in pictures.blocks:
-            token, count = int(pictures.ids[first]), end - start
-            features, offset = self._features(token), content_and_offset(token)[1]
-            rows, wanted = index_of[first : first + count], slice(offset, offset + count)
-            found_NH = features.embeddings_NH[wanted].to(embeddings_NH.dtype)
-            embeddings_NH = embeddings_NH.index_copy(0, rows, found_NH)
+        for content in np.unique(pictures.contents).tolist():
+            of_picture = np.flatnonzero(pictures.contents == content)
+            wanted = torch.from_numpy(pictures.offsets[of_picture]).to(tokens_T.device)
+            rows, features = index_of[torch.from_numpy(of_picture).to(tokens_T.device)], self._features(content)
+            embeddings_NH.index_copy_(0, rows, features.embeddings_NH[wanted].to(embeddings_NH.dtype))
             if (found_LNH := features.deeper_LNH) is not None:
-                known = (
-                    embeddings_NH.new_zeros(len(found_LNH), *embeddings_NH.shape) if deeper_LNH is None else deeper_LNH
-                )
-                deeper_LNH = known.index_copy(1, rows, found_LNH[:, wanted].to(known.dtype))
-            first += count
+                into = deeper_LNH
+                if into is None:
+                    into = embeddings_NH.new_zeros(len(found_LNH), *embeddings_NH.shape)
+                deeper_LNH = into.index_copy_(1, rows, found_LNH[:, wanted].to(into.dtype))
+        self._trim()
         encoded = SimpleNamespace(
             pooler_output=embeddings_NH[None] if self._family.one_tensor else [embeddings_NH],
             deepstack_features=None if deeper_LNH is None else [[part] for part in deeper_LNH],
         )
         return {"input_ids": tokens_T[None], "mm_encoder_outputs": {"image": encoded}}
 
-    def encode(self, pictures: SequencePictures, start: int) -> None:
-        """Run the vision tower on a sequence's pictures from token `start` on, before a pass that needs them, on the worker.
+    def encode(self, pictures: SequencePictures, start: int, end: int) -> None:
+        """Run the vision tower on a sequence's pictures at tokens start:end, before a pass that needs them, on the worker. What
+        it makes is kept until that pass is over.
 
         Raises RequestError if the model's image processor and its tower do not fit each other, or memory runs out.
         """
-        for picture in pictures.since(start):
+        for picture in pictures.within(start, end):
             try:
                 self._features_of(picture)
             except Exception as error:
                 if not out_of_memory(error):
                     raise
-                raise RequestError(
-                    f"there is too little memory to encode a picture of {picture.positions} tokens; scale it down, or lower "
-                    "TINKER_LOCAL_KV_CACHE_TOKENS"
-                ) from None
+                # Without its traceback, whose frames keep what the tower had made.
+                self._encode_with_room(picture)
+
+    def _encode_with_room(self, picture: Picture) -> None:
+        """After memory ran out: once more without what is kept of other pictures."""
+        self.release()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        try:
+            self._features_of(picture)
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            why = f"there is too little memory to encode a picture of {picture.positions} tokens; scale it down"
+            raise RequestError(f"{why}, or lower TINKER_LOCAL_KV_CACHE_TOKENS", remote=f"{why}, or try again") from None
 
     def release(self) -> None:
         """Free the embeddings that are kept. They are made again when they are needed."""
         while self._recent:
             self._drop_oldest()
 
-    def _features(self, token: int) -> Features:
-        """Of the picture with this token."""
-        return self._features_of(self._known[content_and_offset(token)[0]])
+    def _features(self, content: int) -> Features:
+        return self._features_of(self._known[content])
 
     def _features_of(self, picture: Picture) -> Features:
-        """Only on the engine's worker. What was used last is kept, up to FEATURE_BYTES."""
+        """Only on the engine's worker. The bound of what is kept holds between passes (`_trim`): one needs all its pictures."""
         features = picture.features
         if features is None:
             features = picture.features = self._run_tower(picture)
-            picture.inputs = None
             self._recent[picture.content] = picture
-            self._recent_bytes += features.nbytes
-            while self._recent_bytes > FEATURE_BYTES and len(self._recent) > 1:
-                self._drop_oldest()
+            self._recent_bytes += _kept_bytes(picture)
         else:
             self._recent.move_to_end(picture.content)
         return features
 
+    def _trim(self) -> None:
+        while self._recent_bytes > FEATURE_BYTES and len(self._recent) > 1:
+            self._drop_oldest()
+
     def _drop_oldest(self) -> None:
         picture = self._recent.popitem(last=False)[1]
-        if picture.features is not None:
-            self._recent_bytes -= picture.features.nbytes
-            picture.features = None
+        self._recent_bytes -= _kept_bytes(picture)
+        picture.features = None
 
     def _run_tower(self, picture: Picture) -> Features:
         self.encoded += 1
-        given = picture.inputs or self._files.decode(picture.data, "a picture").inputs
+        with self._lock:
+            given = self._inputs.take(picture.content)
+        if given is None:
+            given = self._files.decode(picture.data, "a picture").inputs
         with torch.inference_mode(False), torch.no_grad():  # training reads them too
             inputs = {key: value.to(self._device) for key, value in given.items()}
             output = self._body.get_image_features(**inputs, return_dict=True)
@@ -304,3 +325,34 @@ class Vision:
                 f"{picture.positions} tokens: its preprocessor_config.json does not fit its config.json"
             )
         return Features(embeddings_NH, deeper_LNH)
+
+
+class _WaitingInputs:
+    """Inputs of the tower by content, up to INPUT_BYTES; those that came first make room."""
+
+    def __init__(self) -> None:
+        self._by_content: OrderedDict[int, dict[str, torch.Tensor]] = OrderedDict()
+        self._bytes = 0
+
+    def put(self, content: int, inputs: dict[str, torch.Tensor]) -> None:
+        self.take(content)
+        self._by_content[content] = inputs
+        self._bytes += _bytes_of(inputs)
+        while self._bytes > INPUT_BYTES:
+            self._bytes -= _bytes_of(self._by_content.popitem(last=False)[1])
+
+    def take(self, content: int) -> dict[str, torch.Tensor] | None:
+        """They are gone afterwards. None: there are none."""
+        found = self._by_content.pop(content, None)
+        self._bytes -= 0 if found is None else _bytes_of(found)
+        return found
+
+
+def _bytes_of(inputs: dict[str, torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in inputs.values())
+
+
+def _kept_bytes(picture: Picture) -> int:
+    """Of its file, too, which whoever keeps the picture keeps alive."""
+    assert picture.features is not None
+    return picture.features.nbytes + len(picture.data)

@@ -153,6 +153,12 @@ class Scheduler:
         if missing > task.store.pool.available:  # running sequences have grown
             self._preempt(task)
             return False
+        if error := self._encode(task.request, task.done, task.end):
+            self.chunked.remove(task)
+            task.free()
+            for ticket, _ in task.entries:
+                ticket.finish(error)
+            return True
         pass_.add(task, missing)
         if task.complete:
             self.chunked.remove(task)
@@ -212,10 +218,11 @@ class Scheduler:
             return None
         if not wanted and (left <= pass_.budget or pages_for(length) > pool.limit):
             in_one = left <= pass_.budget
-            if not self._encode(ticket, 0):
+            end = length if in_one else self._chunk_end(request, 0, pass_.budget)
+            if error := self._encode(request, 0, end):
+                ticket.finish(error)
                 return None
             store = self._store if in_one else self._new_store(pages_for(length))
-            end = length if in_one else self._chunk_end(request, 0, pass_.budget)
             task = PrefillTask(request, [(ticket, [])], store, match, end=end, stored=not in_one)
             if not in_one:
                 self._begin_state(task)
@@ -228,10 +235,14 @@ class Scheduler:
         # Where pages are scarce, a cached tail that only this prompt reads is written to without a copy.
         in_place = match.tail is not None and match.tail.readers == 1 and spare < wanted - in_last_page
         count = min(wanted, spare + in_place + in_last_page)
-        if spare + in_place < 0 or (wanted and count < 1) or not self._encode(ticket, match.tokens):
+        if spare + in_place < 0 or (wanted and count < 1):
             pool.free(match.all_pages)
             return None
         end = self._chunk_end(request, match.tokens, pass_.budget)
+        if error := self._encode(request, match.tokens, end):
+            pool.free(match.all_pages)
+            ticket.finish(error)
+            return None
         entries = [(ticket, ticket.take_samples(count))]
         task = PrefillTask(request, entries, self._store, match, end=end, in_place=in_place)
         self._begin_state(task)
@@ -244,18 +255,21 @@ class Scheduler:
         both_ways = self._vision is not None and self._vision.both_ways != "no"
         return uncut_end(request.prompt, start, end) if both_ways else end
 
-    def _encode(self, ticket: Ticket, start: int) -> bool:
-        """Encode a prompt's pictures from token `start` on, before a pass that others share. False: this request has failed."""
-        pictures = ticket.request.pictures
-        if pictures is None or self._vision is None:
-            return True
+    def _encode(self, request: SamplingRequest, start: int, end: int) -> Exception | None:
+        """Encode a prompt's pictures at tokens start:end, before a pass that others share. What fails, fails here, for its
+        request alone.
+        """
+        if request.pictures is None or self._vision is None:
+            return None
         try:
-            self._vision.encode(pictures, start)
+            self._vision.encode(request.pictures, start, end)
+        except RequestError as error:
+            return error
         except Exception as error:
-            why = f"the vision tower failed: {error}"
-            ticket.finish(error if isinstance(error, RequestError) else SamplingError(why, remote="a picture failed"))
-            return False
-        return True
+            return SamplingError(
+                f"the vision tower failed: {error}", remote="the vision tower failed; try another picture"
+            )
+        return None
 
     @staticmethod
     def _begin_state(task: PrefillTask) -> None:
