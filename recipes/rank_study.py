@@ -41,6 +41,8 @@ class Algorithm(NamedTuple):
     """at the last evaluation; MODES says which end is better"""
     steps: int
     quick_steps: int
+    rates: tuple[float, ...]
+    """with the optimum of the tiny models between them"""
     fixed: Mapping[str, Value] = LEAN
 
     @property
@@ -49,27 +51,20 @@ class Algorithm(NamedTuple):
         return 1 if MODES[self.metric] == "max" else -1
 
 
+HIGH, LOW = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1), (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
 ALGORITHMS: Mapping[str, Algorithm] = {
-    "sft": Algorithm("recipes.sl_basic", "test/nll", 24, 8),
-    "dpo": Algorithm("recipes.preference.train", "test/dpo_loss", 21, 6),
+    "sft": Algorithm("recipes.sl_basic", "test/nll", 24, 8, HIGH),
+    "dpo": Algorithm("recipes.preference.train", "test/dpo_loss", 21, 6, HIGH),
     "rl": Algorithm(
-        "recipes.rl_basic", "test/env/all/reward/total", 20, 10, {**LEAN_RL, "groups_per_batch": 8, "num_test": 64}
+        "recipes.rl_basic", "test/env/all/reward/total", 20, 10, LOW, {**LEAN_RL, "groups_per_batch": 8, "num_test": 64}
     ),
 }
-FULL = Algorithm("recipes.full_fine_tuning", "test/nll", ALGORITHMS["sft"].steps, ALGORITHMS["sft"].quick_steps)
+FULL = ALGORITHMS["sft"]._replace(recipe="recipes.full_fine_tuning", fixed={"save": False})
 FULL_SHARE = 0.1
 """Rates of full fine-tuning, as a share of those of an adapter ("LoRA without regret": a tenth)."""
 
 
-class Form(NamedTuple):
-    """What is run where the keys do not say."""
-
-    ranks: tuple[int, ...]
-    rates: tuple[float, ...]
-
-
-RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
-WHOLE, QUICK = Form((1, 4, 16, 64, 128), RATES), Form((1, 16, 128), RATES)
+RANKS, QUICK_RANKS = (1, 4, 16, 64, 128), (1, 16, 128)
 
 
 @chz.chz(typecheck=True)
@@ -80,9 +75,11 @@ class CLIConfig(StudyKeys, concurrent=4):
         default=tuple(ALGORITHMS),
         doc=f"which to run: {', '.join(f'{name} ({a.recipe})' for name, a in ALGORITHMS.items())}",
     )
-    ranks: tuple[int, ...] = chz.field(default=(), doc=f"default: {WHOLE.ranks}, quick {QUICK.ranks}")
+    ranks: tuple[int, ...] = chz.field(default=(), doc=f"default: {RANKS}, quick {QUICK_RANKS}")
     rates: tuple[float, ...] = chz.field(
-        default=(), doc=f"learning rates, rising, at least three; default: {RATES}, which suit the tiny models"
+        default=(),
+        doc="learning rates of all, rising, at least three; default, for the tiny models: "
+        + "; ".join(f"{name} {algorithm.rates}" for name, algorithm in ALGORITHMS.items()),
     )
     full: bool = chz.field(
         default=False, doc=f"also full fine-tuning on the data of sft, at {FULL_SHARE:g} of the rates and at the rates"
@@ -94,18 +91,24 @@ class CLIConfig(StudyKeys, concurrent=4):
             raise ConfigurationError(f"algorithms={unknown[0]} is unknown; use {', '.join(ALGORITHMS)}")
         if not self.algorithms:
             raise ConfigurationError("algorithms must name at least one")
-        rates, ranks = self.chosen().rates, self.chosen().ranks
-        if len(rates) < 3 or list(rates) != sorted(set(rates)) or rates[0] <= 0:
+        rates, ranks = self.rates, self.chosen_ranks
+        if rates and (len(rates) < 3 or list(rates) != sorted(set(rates)) or rates[0] <= 0):
             raise ConfigurationError(f"rates={rates}: an optimum needs at least three, positive and rising")
         if list(ranks) != sorted(set(ranks)) or ranks[0] < 1:
             raise ConfigurationError(f"ranks={ranks}: must be positive and rising")
         if self.full and "sft" not in self.algorithms:
             raise ConfigurationError("full=True stands beside sft; add it to algorithms")
 
-    def chosen(self) -> Form:
-        """The form, with the keys that are given."""
-        form = QUICK if self.quick else WHOLE
-        return Form(self.ranks or form.ranks, self.rates or form.rates)
+    @property
+    def chosen_ranks(self) -> tuple[int, ...]:
+        """The given ranks, else those of the form."""
+        return self.ranks or (QUICK_RANKS if self.quick else RANKS)
+
+    def rates_of(self, name: str) -> tuple[float, ...]:
+        """The rates of an algorithm, or of full fine-tuning."""
+        if name == FULL_NAME:
+            return full_rates(self.rates_of("sft"))
+        return self.rates or ALGORITHMS[name].rates
 
 
 def full_rates(rates: Sequence[float]) -> tuple[float, ...]:
@@ -115,15 +118,15 @@ def full_rates(rates: Sequence[float]) -> tuple[float, ...]:
 
 def parts(cli: CLIConfig) -> list[Part]:
     """A part per algorithm."""
-    form, found = cli.chosen(), list[Part]()
+    found: list[Part] = []
     chosen = {name: ALGORITHMS[name] for name in cli.algorithms} | ({FULL_NAME: FULL} if cli.full else {})
     for name, algorithm in chosen.items():
         steps = algorithm.quick_steps if cli.quick else algorithm.steps
-        axes: dict[str, Sequence[Value]] = {RANK: form.ranks, RATE: form.rates, SEED_KEY: cli.seeds}
-        if name == FULL_NAME:
-            axes = {RATE: full_rates(form.rates), SEED_KEY: cli.seeds}
-        # Evaluations before the first step and after the last one: nothing else is compared.
-        fixed = {**algorithm.fixed, STEPS_KEY: steps, "eval_every": steps, **cli.set}
+        axes: dict[str, Sequence[Value]] = {RATE: cli.rates_of(name), SEED_KEY: cli.seeds}
+        fixed: dict[str, Value] = {**algorithm.fixed, STEPS_KEY: steps, **cli.set}
+        if name != FULL_NAME:
+            # Evaluations before the first step and after the last one: nothing else is compared.
+            axes, fixed = {RANK: cli.chosen_ranks, **axes}, {**fixed, "eval_every": steps}
         found.append(Part(name, algorithm.recipe, axes, fixed))
     return found
 
@@ -133,34 +136,35 @@ def measure(rows: "pandas.DataFrame") -> dict[str, float]:
     name = rows[PART].iloc[0]
     metric = (FULL if name == FULL_NAME else ALGORITHMS[name]).metric
     values = rows[metric].dropna()
-    return {VALUE: float(values.iloc[-1]), "before": float(values.iloc[0])}
+    # A run that diverged has no number after training.
+    return {VALUE: float(values.iloc[-1]) if len(values) > 1 else math.nan, "before": float(values.iloc[0])}
 
 
 def optimum(rates: Sequence[float], values: Sequence[float], sign: int) -> float:
     """log10 of the best rate: the vertex of the parabola through the best value and its neighbours over log10(rate); at
-    an end of the grid, that end.
+    an end of the grid, or beside a run that diverged, the best rate itself.
 
     Args:
         rates: rising.
-        values: one per rate, all finite.
+        values: one per rate; NaN for a run that diverged. At least one is finite.
         sign: 1 if higher values are better, -1 if lower ones are.
     """
     x, y = np.log10(np.asarray(rates, dtype=np.float64)), sign * np.asarray(values, dtype=np.float64)
-    best = int(y.argmax())
-    if best in (0, len(x) - 1):
+    best = int(np.nanargmax(y))
+    if best in (0, len(x) - 1) or not np.isfinite(y[best - 1 : best + 2]).all():
         return float(x[best])
     curve, slope, _ = np.polyfit(x[best - 1 : best + 2] - x[best], y[best - 1 : best + 2], 2)
     return float(x[best] - slope / (2 * curve)) if curve < 0 else float(x[best])
 
 
 def optima(runs: "pandas.DataFrame", algorithm: str, sign: int) -> dict[int, dict[int, float]]:
-    """rank -> seed -> `optimum`, of seeds with every rate."""
+    """rank -> seed -> `optimum`, of seeds with a finished run of every rate."""
     found: dict[int, dict[int, float]] = {}
-    of = runs[(runs[PART] == algorithm) & runs[VALUE].notna()]
+    of = runs[runs[PART] == algorithm]
     rates = sorted(of[RATE].unique())
     for (rank, seed), some in of.groupby([RANK, SEED_KEY]):
         values = some.set_index(RATE)[VALUE]
-        if set(values.index) == set(rates):
+        if set(values.index) == set(rates) and values.notna().any():
             found.setdefault(int(rank), {})[int(seed)] = optimum(rates, [values[rate] for rate in rates], sign)
     return found
 
@@ -173,23 +177,23 @@ def as_rate(log10: Estimate) -> str:
 
 def tables(cli: CLIConfig, runs: "pandas.DataFrame") -> list[Section]:
     """Of each algorithm the metric by rank and rate, with the best rate of each rank."""
-    form, found = cli.chosen(), list[Section]()
+    found: list[Section] = []
     for name in cli.algorithms:
-        algorithm = ALGORITHMS[name]
+        algorithm, rates = ALGORITHMS[name], cli.rates_of(name)
         best = optima(runs, name, algorithm.sign)
         rows = [
             [
                 str(rank),
-                *(cell(over_seeds(runs, {PART: name, RANK: rank, RATE: rate}, VALUE), 3) for rate in form.rates),
+                *(cell(over_seeds(runs, {PART: name, RANK: rank, RATE: rate}, VALUE), 3) for rate in rates),
                 as_rate(student_mean(list(best[rank].values()))) if rank in best else "",
             ]
-            for rank in form.ranks
+            for rank in cli.chosen_ranks
         ]
         end = "higher" if algorithm.sign > 0 else "lower"
         title = f"{name}: {algorithm.metric} by rank and rate ({end} is better), mean [95 % interval]"
-        found.append(Section(title, ["rank", *(f"{rate:g}" for rate in form.rates), "best rate"], rows))
+        found.append(Section(title, ["rank", *(f"{rate:g}" for rate in rates), "best rate"], rows))
     if cli.full:
-        rates = full_rates(form.rates)
+        rates = cli.rates_of(FULL_NAME)
         row = [cell(over_seeds(runs, {PART: FULL_NAME, RATE: rate}, VALUE), 3) for rate in rates]
         title = f"full fine-tuning on the data of sft: {FULL.metric} by rate, mean [95 % interval]"
         found.append(Section(title, [f"{rate:g}" for rate in rates], [row]))
@@ -198,11 +202,11 @@ def tables(cli: CLIConfig, runs: "pandas.DataFrame") -> list[Section]:
 
 def sentences(cli: CLIConfig, runs: "pandas.DataFrame") -> list[str]:
     """What the intervals say of each algorithm."""
-    form, said = cli.chosen(), list[str]()
-    low, high = form.ranks[0], form.ranks[-1]
-    edges = {math.log10(form.rates[0]), math.log10(form.rates[-1])}
+    said: list[str] = []
+    low, high = cli.chosen_ranks[0], cli.chosen_ranks[-1]
     for name in cli.algorithms:
-        sign = ALGORITHMS[name].sign
+        sign, rates = ALGORITHMS[name].sign, cli.rates_of(name)
+        edges = {math.log10(rates[0]), math.log10(rates[-1])}
         best = optima(runs, name, sign)
         shared = [seed for seed in best.get(low, {}) if seed in best.get(high, {})]
         if low == high or not shared:
@@ -215,7 +219,7 @@ def sentences(cli: CLIConfig, runs: "pandas.DataFrame") -> list[str]:
             how = "the interval leaves out 0: the best rate depends on the rank"
         else:
             how = "the interval holds 0: no dependence is seen, and one of up to its ends is not excluded"
-        step = math.log10(form.rates[1] / form.rates[0])
+        step = math.log10(rates[1] / rates[0])
         edge = sum(at in edges for of_rank in best.values() for at in of_rank.values())
         at_edge = f"; {edge} of {sum(map(len, best.values()))} optima lie at the grid's edge" if edge else ""
         said.append(
@@ -229,11 +233,11 @@ def sentences(cli: CLIConfig, runs: "pandas.DataFrame") -> list[str]:
 def _of_best(cli: CLIConfig, runs: "pandas.DataFrame", name: str, sign: int) -> str:
     """The metric at the best rate of each rank, and by how much the lowest rank is behind the highest."""
     at: dict[int, dict[int, float]] = {}
-    for rank in cli.chosen().ranks:
+    for rank in cli.chosen_ranks:
         by_seed = select(runs, {PART: name, RANK: rank}).groupby(SEED_KEY)[VALUE]
         values = by_seed.max() if sign > 0 else by_seed.min()
         at[rank] = {int(seed): float(value) for seed, value in values.items()}
-    low, high = cli.chosen().ranks[0], cli.chosen().ranks[-1]
+    low, high = cli.chosen_ranks[0], cli.chosen_ranks[-1]
     gaps = [at[low][seed] - at[high][seed] for seed in at[low] if seed in at[high]]
     shown = ", ".join(f"rank {rank} {cell(student_mean(list(of.values())), 3)}" for rank, of in at.items() if of)
     return f"at the best rate of each seed {shown}; rank {low} minus rank {high} {cell(student_mean(gaps), 3)}."

@@ -136,6 +136,8 @@ class TestRank:
         assert rank_study.optimum(rates, [(x + 2.7) ** 2 for x in (-4, -3, -2, -1)], -1) == pytest.approx(-2.7)
         assert rank_study.optimum(rates, [1.0, 2.0, 3.0, 4.0], 1) == -1.0
         assert rank_study.optimum(rates, [1.0, 2.0, 3.0, 4.0], -1) == -4.0
+        assert rank_study.optimum(rates, [1.0, 3.0, 2.0, math.nan], 1) == pytest.approx(-3 + 1 / 6)
+        assert rank_study.optimum(rates, [1.0, 2.0, 3.0, math.nan], 1) == -2.0  # beside a run that diverged
 
     def test_words_follow_the_intervals(self) -> None:
         cli = rank_study.CLIConfig(algorithms=("sft", "rl"), ranks=(1, 64), rates=(1e-3, 1e-2, 1e-1), seeds=(0, 1))

@@ -61,6 +61,8 @@ def test_runs_are_announced_run_once_and_reduced(tmp_path: Path) -> None:
     assert pandas.read_parquet(tmp_path / "rows.parquet")["score"].tolist() == rows["score"].tolist()
     assert pandas.read_parquet(tmp_path / "runs.parquet")["part"].tolist() == ["low", "low", "high", "high"]
     assert run(tmp_path)[3] == "All runs were finished"
+    fewer = Part("low", TOY, {"learning_rate": [1.0], "seed": [1]}, {"max_steps": 3})
+    assert study_rows([fewer], tmp_path)["score"].tolist() == [2.0, 3.0, 4.0]  # not what another plan ran
 
 
 def test_an_interrupted_study_goes_on(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def _ratios(columns: Columns) -> Iterator[Finding]:
             "look",
             "ratios",
             f"Importance ratios went from {min(low):.2g} to {max(high):.2g}. "
-            "A loss that bounds them (ppo, cispo) keeps single tokens from deciding an update.",
+            "A loss that clips them (ppo) keeps single tokens from deciding an update.",
             ("optim/ratio_min", "optim/ratio_max"),
         )
 

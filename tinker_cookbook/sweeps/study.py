@@ -91,7 +91,7 @@ async def run_study(
             for part, runs in zip(parts, planned, strict=True):
                 axes = "; ".join(f"{key} {', '.join(map(str, values))}" for key, values in part.grid.items())
                 say(f"  {part.name}, {len(runs)} of {part.recipe}: {axes}")
-            say(await _expected(parts, folder, processes))
+            say(await _expected(parts, folder, processes, concurrent))
             if only_plan:
                 return []
             results: list[RunResult] = []
@@ -117,8 +117,11 @@ async def run_study(
     return in_order
 
 
-async def _expected(parts: Sequence[Part], folder: Path, processes: int) -> str:
-    """What is left and how long it takes. A recipe's run takes as long as its finished ones, else as a trial says."""
+async def _expected(parts: Sequence[Part], folder: Path, processes: int, concurrent: int) -> str:
+    """What is left and how long it takes. A recipe's run takes as long as its finished ones, else as a trial says.
+
+    Runs in this process share what it computes with: the seconds of one count for all at its side.
+    """
     seconds, left, told = 0.0, 0, list[str]()
     of_recipe: dict[str, float] = {}
     for part in parts:
@@ -126,7 +129,8 @@ async def _expected(parts: Sequence[Part], folder: Path, processes: int) -> str:
         if (open_runs := len(part.planned()) - len(_seconds_of_finished([part], folder))) <= 0:
             continue
         if part.recipe not in of_recipe:
-            each = statistics.median(finished) if finished else await _trial(part, folder, processes)
+            shared = concurrent if processes == 0 else 1
+            each = statistics.median(finished) / shared if finished else await _trial(part, folder, processes)
             of_recipe[part.recipe] = each
             told.append(
                 f"{each:.0f} s for a run of {part.recipe}, by {'those that are finished' if finished else 'a trial'}"
@@ -166,10 +170,15 @@ async def _trial(part: Part, folder: Path, processes: int) -> float:
 
 
 def study_rows(parts: Sequence[Part], folder: str | Path) -> pandas.DataFrame:
-    """Every logged row of every run, as `collect` gives them, with the column `part`. Raises as `collect` does."""
-    tables = [collect(Path(folder).expanduser() / part.name) for part in parts]
-    for part, table in zip(parts, tables, strict=True):
+    """Every logged row of every run of the parts, as `collect` gives them, with the column `part`. Other runs of the
+    folder, of an earlier plan, are left out. Raises as `collect` does.
+    """
+    tables: list[pandas.DataFrame] = []
+    for part in parts:
+        table = collect(Path(folder).expanduser() / part.name)
+        table = table[table[RUN].isin({run.name for run in part.planned()})]
         table.insert(0, PART, part.name)
+        tables.append(table)
     return pandas.concat(tables, ignore_index=True)
 
 
