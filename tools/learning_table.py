@@ -2,8 +2,8 @@
 
     python -m tools.learning_table runs=runs/lines_0,runs/lines_1,runs/lines_2
 
-Training is the mean of the first and of the last five steps; held out is the first and the last evaluation, with the Wilson interval
-over its questions where the metric is a share of them.
+Training is the mean of the first and of the last five steps; held out is the first and the last evaluation, with the Wilson
+interval over its questions.
 """
 
 from pathlib import Path

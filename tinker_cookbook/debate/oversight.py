@@ -128,8 +128,7 @@ class OversightProtocol(DebateProtocol):
             checked = steps[derive_seed(self.seed, "step", *key) % len(steps)]
         else:
             _, speech = transcript.turns[seat.opponent if name == "debate" else seat]
-            named = None if speech.malformed else task.named_step(speech.text)
-            checked = next((step for step in steps if step.name == named), None)
+            checked = None if speech.malformed else task.step_of_speech(transcript.item, steps, speech.text)
         if checked is None:
             return _holds(name == "debate")
         checked = await task.check_step(transcript.item, answer.text, checked)
