@@ -190,6 +190,22 @@ RECIPES: tuple[RecipeRun, ...] = (
         measures=(Measure("env/all/correct", "up", "steps"),),
     ),
     RecipeRun(
+        "recipes.debate_judge.decisions",
+        small=("max_steps=2", "eval_every=2", "lora_rank=4"),
+        measures=(Measure("test/cross_entropy", "down"),),
+    ),
+    RecipeRun(
+        "recipes.decisions",
+        small=("max_steps=2", "eval_every=2", "lora_rank=4"),
+        measures=(Measure("test/distance", "down"), Measure("test/cross_entropy", "down")),
+    ),
+    RecipeRun(
+        "recipes.forecasting",
+        small=("max_steps=2", "eval_every=2", "lora_rank=4"),
+        measures=(Measure("test/brier", "down"),),
+        files=("forecasts.jsonl", "verification.json"),
+    ),
+    RecipeRun(
         "recipes.demo",
         folder_key=None,
         arguments=("log_path={folder}",),

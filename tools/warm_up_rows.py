@@ -1,11 +1,13 @@
 """Conversations for a supervised stage before reinforcement learning, of training questions alone.
 
-    python -m tools.warm_up_rows rows=code_lines out=lines.jsonl
+    python -m tools.warm_up_rows rows=code_lines slips=0.5 out=lines.jsonl
     python -m tools.warm_up_rows rows=code_debate out=debates.jsonl count=8000
-    python -m tools.warm_up_rows rows=reasoning_gym:chain_sum config.max_terms=2 config.max_digits=2 out=sums.jsonl
+    python -m tools.warm_up_rows rows=reasoning_gym:chain_sum config.max_terms=2 config.max_digits=2 slips=0.5 out=sums.jsonl
 
 `code_lines` are right lines; `code_debate` are answers of task=code_lines with mistakes, objections to such answers, and what an
-author offers to the judge; `reasoning_gym:NAME` are right answers (the extra `reasoning`). The same keys give the same file.
+author offers to the judge; `reasoning_gym:NAME` are right answers (the extra `reasoning`). With `slips` a share of the lines or
+answers is wrong: a model that learns from them knows the task and is careless, which leaves room for reinforcement learning. The
+same keys give the same file.
 """
 
 import random
@@ -23,7 +25,7 @@ from tinker_cookbook.env.reasoning.environment import ReasoningGym
 from tinker_cookbook.env.shipped.code.lines import (
     CHECKED,
     LineProgram,
-    line_conversations,
+    line_messages,
     line_programs,
     split_programs,
 )
@@ -37,7 +39,6 @@ from tinker_cookbook.env.shipped.questions.code_lines import (
 )
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message
-from tinker_cookbook.utils.fields import positive_or_none
 from tinker_cookbook.utils.files import write_jsonl
 
 LINES, DEBATE, REASONING = "code_lines", "code_debate", "reasoning_gym:"
@@ -60,10 +61,13 @@ class CLIConfig:
 
     rows: str = chz.field(doc=f"{LINES}, {DEBATE} or {REASONING}NAME")
     out: str = chz.field(doc="the JSONL file to write")
-    count: int | None = chz.field(
-        default=None, doc="conversations; None: all programs of code_lines, 3000 of others", validator=positive_or_none
-    )
+    count: int = chz.field(default=3000, doc="conversations", validator=chz.validators.gt(0))
     seed: int = chz.field(default=0, doc="what is drawn depends on it")
+    slips: float = chz.field(
+        default=0.0,
+        doc=f"share of {LINES} (written by a careless writer) and of numbers of {REASONING}NAME (off by a little) that is wrong",
+        validator=[chz.validators.ge(0), chz.validators.lt(1)],
+    )
     config: dict[str, Any] = chz.field(
         default_factory=dict, doc="fields of the generator's config, as config.max_terms=2"
     )
@@ -72,6 +76,8 @@ class CLIConfig:
     def _check(self) -> None:
         if self.rows not in (LINES, DEBATE) and not self.rows.startswith(REASONING):
             raise ConfigurationError(f"rows={self.rows!r} is unknown; use {LINES}, {DEBATE} or {REASONING}NAME")
+        if self.slips and self.rows == DEBATE:
+            raise ConfigurationError(f"slips: writers of {DEBATE} are careless as they are; leave it out")
         if self.config and not self.rows.startswith(REASONING):
             raise ConfigurationError(f"config is of {REASONING}NAME; leave it out with rows={self.rows}")
 
@@ -146,28 +152,48 @@ def _tagged(line: str) -> str:
     return f"<SOLUTION>{line}</SOLUTION>"
 
 
-def reasoning_conversations(name: str, config: dict[str, Any], seed: int) -> Iterator[list[Message]]:
-    """Training questions of a generator with their answers between the tags, without end."""
+def careless_lines(seed: int, slips: float) -> Iterator[list[Message]]:
+    """Prompts of training programs with lines of which a share is wrong, pass after pass without end."""
+    rng, programs = random.Random(f"warm_up/lines/{seed}"), split_programs(STEPS, "train")
+    while True:
+        rng.shuffle(programs)
+        for program in programs:
+            line = _wrong_line(program, rng) if rng.random() < slips else program.line
+            yield [*line_messages(program, "words"), {"role": "assistant", "content": line}]
+
+
+def off_by_a_little(answer: str, rng: random.Random) -> str:
+    """Another number near a number; any other answer as it is."""
+    try:
+        number = int(answer)
+    except ValueError:
+        return answer
+    return str(number + rng.choice((-10, -2, -1, 1, 2, 10)))
+
+
+def reasoning_conversations(name: str, config: dict[str, Any], seed: int, slips: float) -> Iterator[list[Message]]:
+    """Training questions of a generator with answers between the tags, of which a share is wrong, without end."""
+    rng = random.Random(f"warm_up/{name}/{seed}")
     env = ReasoningGym(generators={name: 1.0}, config={name: config})
     mixture = env.mixture(SEED_OF_QUESTIONS + seed)
     for number in range(env.size):
         content = mixture.entry(number, is_test=False).content
+        answer = off_by_a_little(content["answer"], rng) if rng.random() < slips else content["answer"]
         yield [
             {"role": "system", "content": env.system_prompt},
             {"role": "user", "content": content["question"]},
-            {"role": "assistant", "content": _tagged(content["answer"])},
+            {"role": "assistant", "content": _tagged(answer)},
         ]
 
 
 def main(cli: CLIConfig) -> None:
     if cli.rows == LINES:
-        conversations = line_conversations(STEPS, "words")
+        conversations = careless_lines(cli.seed, cli.slips)
     elif cli.rows == DEBATE:
         conversations = debate_conversations(cli.seed)
     else:
-        conversations = reasoning_conversations(cli.rows.removeprefix(REASONING), cli.config, cli.seed)
-    count = cli.count or (None if cli.rows == LINES else 3000)
-    rows = [{"messages": messages} for messages in islice(conversations, count)]
+        conversations = reasoning_conversations(cli.rows.removeprefix(REASONING), cli.config, cli.seed, cli.slips)
+    rows = [{"messages": messages} for messages in islice(conversations, cli.count)]
     write_jsonl(Path(cli.out).expanduser(), rows)
     print(f"{cli.out}: {len(rows)} conversations")
 

@@ -29,7 +29,7 @@ from tools.warm_up_rows import debate_conversations, written_line
 
 RENDERER = make_renderer("qwen3_instruct")
 PROGRAM = next(program for program in line_programs(STEPS) if program.words == "add 1, then at least 4")
-ITEM = TaskItem("one", **line_row(PROGRAM))
+ITEM = TaskItem("one", line_row(PROGRAM)["question"], PROGRAM.line)
 RIGHT, WRONG = "<SOLUTION>max(1 + x, 4)</SOLUTION>", "<SOLUTION>x + 1</SOLUTION>"
 """WRONG forgets a step, and is right for all x of at least 3."""
 TASK = CodeLinesTask()
@@ -118,7 +118,7 @@ class TestWarmUp:
         for conversation in spoken:
             program = by_question[str(conversation[1]["content"])]
             theirs = str(conversation[3]["content"]).split("\n")[1]
-            steps = TASK.steps(TaskItem("", **line_row(program)), theirs)
+            steps = TASK.steps(TaskItem("", line_row(program)["question"], program.line), theirs)
             assert steps is not None
             if all(step.holds for step in steps):
                 continue

@@ -260,7 +260,8 @@ class TestConfig:
     @pytest.mark.parametrize("name", ["", "moc", "scripted", "scripted:", "scripted:C", "lm:A"])
     def test_unknown_names_are_refused_with_the_known_ones(self, name: str) -> None:
         with pytest.raises(
-            ConfigurationError, match="is unknown; use mock, confidence, key, lm, acting, endpoint, live, scripted:A"
+            ConfigurationError,
+            match="is unknown; use mock, confidence, key, lm, decision, acting, endpoint, live, scripted:A",
         ):
             check_judge(JudgeConfig(name=name))
 

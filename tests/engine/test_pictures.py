@@ -328,7 +328,7 @@ def test_pictures_that_another_process_has_checked(family: VisionFamily, base: S
     assert all(vision._known[one.content] is one for one in found.pictures)
     assert vision.adopt(pickle.loads(sent)).pictures[0] is found.pictures[0], "one that is known stays"
     first, after = vision._features(found.pictures[0].content), pickle.loads(pickle.dumps(found)).pictures[0]
-    assert after.features is None and after.inputs is None, "another process makes its own"
+    assert after.features is None, "another process makes its own"
     assert torch.equal(vision._run_tower(after).embeddings_NH, first.embeddings_NH)
 
 

@@ -68,7 +68,7 @@ class TestBeforeAnyModelIsLoaded:
             (
                 debate_rs_grpo,
                 "judge=moc",
-                "judge.name='moc' is unknown; use mock, confidence, key, lm, acting, endpoint, live, scripted:A",
+                "judge.name='moc' is unknown; use mock, confidence, key, lm, decision, acting, endpoint, live, scripted:A",
             ),
             (debate_rs_grpo, "debate_train=dpo", "debate_train"),
             (

@@ -8,9 +8,11 @@ from functools import partial
 import chz
 
 from tinker_cookbook.data.rows import BadRows
+from tinker_cookbook.debate.decision_judge import verdict_texts
 from tinker_cookbook.debate.lm_judge import judge_messages, parse_verdict
 from tinker_cookbook.debate.saved import SavedDebate, SavedDebates, labelled, load_debates
 from tinker_cookbook.debate.views import Seat, Winner
+from tinker_cookbook.decisions.data import Decision, DecisionBatches
 from tinker_cookbook.env.dataset import DatasetSettings, Environment, Groups, Place
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.field_groups import Seeded, SystemPrompt
@@ -83,6 +85,25 @@ class JudgeChatBuilder(Seeded, LabelledDebates, ChatDatasetBuilder):
 
         bad = BadRows(self.common_config.on_bad_row)
         return train_and_test(train, test, self.common_config, to_datums, bad)
+
+
+@chz.chz(typecheck=True)
+class JudgeDecisionBuilder(Seeded, LabelledDebates, DecisionBatches):
+    """Labelled debates as decisions among the verdicts, of which the right one is the outcome."""
+
+    DOCS = docs(seed="seed of the split")
+
+    def __call__(self) -> tuple[SupervisedDataset, SupervisedDataset | None]:
+        train, test = split_views(self.debates, self.test_share, self.seed)
+        bad = BadRows(self.common_config.on_bad_row)
+        return self.batches([self.decision(one) for one in train], [self.decision(one) for one in test], bad)
+
+    def decision(self, debate: SavedDebate) -> Decision:
+        """A debate as a judge decides it (`DecisionJudge`)."""
+        labels = [*debate.view.labels]
+        target = tuple(float(label == str(debate.label)) for label in labels)
+        messages = tuple(judge_messages(debate.view, self.system_prompt))
+        return Decision(messages, tuple(verdict_texts(labels)), target, debate.instance_id)
 
 
 class JudgeEnv(OneTurnEnv):

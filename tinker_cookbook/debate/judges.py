@@ -15,9 +15,11 @@ from tinker_cookbook import local_sampling
 from tinker_cookbook.completers import TinkerTokenCompleter
 from tinker_cookbook.debate.acting_judge import ActingJudge, ActsConfig
 from tinker_cookbook.debate.asking import BothOrdersJudge, VotesJudge
+from tinker_cookbook.debate.decision_judge import DecisionJudge
 from tinker_cookbook.debate.erring import ErringJudge
 from tinker_cookbook.debate.lm_judge import Judge, LiveJudge, LMJudge, SoftEndpointJudge, SoftJudge
 from tinker_cookbook.debate.views import DebateView, Seat, Verdict, Winner
+from tinker_cookbook.decisions.policy import DecisionPolicy
 from tinker_cookbook.endpoints import AskConfig
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.field_groups import SystemPrompt
@@ -138,7 +140,8 @@ class JudgeConfig(AskedWeights, SystemPrompt, AskConfig, max_tokens=96, temperat
 
     name: str | Callable[..., Any] = chz.field(
         default="lm",
-        doc="mock, confidence, key, lm, acting, live, endpoint, scripted:...; or custom: package.module:object, file.py:object",
+        doc="mock, confidence, key, lm, decision, acting, live, endpoint, scripted:...; or custom: package.module:object, "
+        "file.py:object",
     )
     soft: bool = chz.field(
         default=False,
@@ -177,6 +180,15 @@ class JudgeConfig(AskedWeights, SystemPrompt, AskConfig, max_tokens=96, temperat
             raise ConfigurationError(
                 f"{self.key}.votes={self.votes} with {self.key}.soft=true: every vote would be the same"
             )
+        if self.votes > 1 and self.name == "decision":
+            raise ConfigurationError(
+                f"{self.key}.votes={self.votes}: every vote of a decision is the same; leave it out"
+            )
+
+    @property
+    def tells_probabilities(self) -> bool:
+        """Whether its verdicts have shares; a custom judge's may."""
+        return self.soft or self.votes > 1 or self.name == "decision" or self.name not in JUDGES
 
     @property
     def key(self) -> str:
@@ -276,11 +288,19 @@ def _problem(part: Any) -> str | None:
     return None if isinstance(part, Judge) else parameter_problem(part, ("view",))
 
 
+async def _decision(config: JudgeConfig) -> Judge:
+    """A frozen snapshot's probabilities of the verdicts."""
+    policy = await config.weights.open_policy(f"{config.key}.weights")
+    room = None if policy.context_length is None else policy.context_length - config.max_tokens
+    return DecisionJudge(DecisionPolicy(policy.sampling_client, policy.renderer), config.system_prompt, room)
+
+
 _LIBRARY: dict[str, JudgeBuilder] = {
     "mock": lambda config: MockJudge(config.seed or 0),
     "confidence": lambda _: ConfidenceJudge(),
     "key": lambda _: KeyJudge(),
     "lm": _lm,
+    "decision": _decision,
     "acting": _acting,
     "endpoint": _endpoint,
     "live": lambda config: LiveJudge(config.system_prompt, config.max_retries, config.soft),
@@ -335,7 +355,7 @@ def check_judge(config: JudgeConfig) -> None:
     if config.key == "step_judge" and config.name == "scripted":
         raise ConfigurationError("step_judge.name=scripted is called step_judge.name=key now")
     JUDGES.resolve(config.name)
-    if config.name in ("lm", "acting"):
+    if config.name in ("lm", "decision", "acting"):
         config.weights.check(f"{config.key}.weights")
     if config.name == "acting":
         config.acts.get_sandbox()

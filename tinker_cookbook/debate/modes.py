@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from tinker_cookbook.debate.judges import JUDGES, JudgeConfig
+from tinker_cookbook.debate.judges import JudgeConfig
 from tinker_cookbook.debate.protocols import ProtocolConfig
 from tinker_cookbook.debate.rewards import TERMS, DebateReward
 from tinker_cookbook.debate.transcript import Transcript
@@ -99,7 +99,7 @@ class Mode(TrainingMode):
         return verdict is not None and verdict.winner.seat is not None
 
     def check(self, protocol: ProtocolConfig, judge: JudgeConfig) -> None:
-        problem, is_soft = None, judge.soft or judge.votes > 1 or judge.name not in JUDGES
+        problem, is_soft = None, judge.tells_probabilities
         if "soft" in self.reward.names and not is_soft:
             problem = (
                 f"trains on a verdict's probability, and judge={judge.name} gives none; use judge=lm judge.soft=True, "

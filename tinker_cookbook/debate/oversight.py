@@ -134,8 +134,8 @@ class OversightProtocol(DebateProtocol):
         key = (*group, debate * self.config.num_speakers + seat)
         if signal.named:
             _, speech = transcript.turns[seat.opponent if signal.protocol == "debate" else seat]
-            named = None if speech.malformed else task.named_step(speech.text)
-            chosen = [step for step in steps if step.name == named][:1]
+            named = None if speech.malformed else task.step_of_speech(transcript.item, steps, speech.text)
+            chosen = [] if named is None else [named]
             if not chosen:
                 return _holds(signal.protocol == "debate")
         else:

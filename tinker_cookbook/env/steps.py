@@ -1,6 +1,7 @@
 """Tasks whose answers consist of steps that can be checked one at a time, by a judge who cannot do the task."""
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -39,12 +40,20 @@ class StepTask(Task):
     def named_step(self, speech: str) -> str | None:
         """The name of the step that a speech points at; None if there is none."""
 
+    def step_of_speech(self, item: TaskItem, steps: Sequence[Step], speech: str) -> Step | None:
+        """The step of an answer with these steps that a speech points at; None: it points at none.
+
+        A task whose speakers may name what is not among them makes a step of it here.
+        """
+        named = self.named_step(speech)
+        return next((step for step in steps if step.name == named), None)
+
 
 def require_steps(task: Task, what: str) -> StepTask:
     """The task itself. Raises ConfigurationError when its answers have no steps."""
     if not isinstance(task, StepTask):
         raise ConfigurationError(
-            f"{what} checks single steps, and the answers of task={task.name} have none; use "
-            "task=collatz, task=code or task=code_lines"
+            f"{what} checks single steps, and the answers of task={task.name} have none; use task=collatz, task=code "
+            "or task=code_lines"
         )
     return task

@@ -35,6 +35,8 @@ MODES: dict[str, Mode] = {
     "train/kl": "min",
     "test/dpo_loss": "min",
     "dpo_loss": "min",
+    "test/brier": "min",
+    "test/cross_entropy": "min",
     "test/nll": "min",
     "train_mean_nll": "min",
 }

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from tinker_cookbook.data.rows import Row
 from tinker_cookbook.env.reward_functions import RewardSpec
 from tinker_cookbook.env.shipped.code.code_env import question_text
-from tinker_cookbook.env.shipped.code.grading import grade
+from tinker_cookbook.env.shipped.code.grading import Outcome, grade
 from tinker_cookbook.env.shipped.code.problems import CodeProblem, CodeTest, load_problems, read_problem
 from tinker_cookbook.env.steps import Step, StepTask
 from tinker_cookbook.env.task import Score, TaskItem, parse_solution
@@ -44,11 +44,18 @@ def problem_row(problem: CodeProblem) -> dict[str, str]:
     """A problem as a row: the question names the inputs of its tests."""
     inputs = "\n".join(f"{name}: {text}" for name, text in _inputs(problem).items())
     question = f"{question_text(problem, SHOWN)}\n\nInputs that may be checked:\n{inputs}"
+    return {"id": problem.id, "question": question, "reference": problem_json(problem)}
+
+
+def problem_json(problem: CodeProblem) -> str:
+    """A problem as an item's reference, from which `problem_of` reads it."""
     tests = [{"input": test.input, "output": test.output} for test in problem.tests]
     content: dict[str, Any] = {"id": problem.id, "question": problem.question, "tests": tests}
     if problem.function is not None:
         content["function"] = problem.function
-    return {"id": problem.id, "question": question, "reference": json.dumps(content)}
+    if problem.solution:
+        content["solution"] = problem.solution
+    return json.dumps(content)
 
 
 def _inputs(problem: CodeProblem) -> dict[str, str]:
@@ -91,7 +98,7 @@ class CodeTask(StepTask):
         program = self.program(text)
         share = 0.0
         if program is not None:
-            share = (await grade(_problem(item), program, self._sandbox, LIMITS)).passed(SHOWN)
+            share = (await grade(problem_of(item), program, self._sandbox, LIMITS)).passed(SHOWN)
         metrics = {"correct": float(share == 1.0), "parsed": float(program is not None), "task_reward": share}
         return Score(share, metrics, share == 1.0)
 
@@ -100,32 +107,41 @@ class CodeTask(StepTask):
         if self.program(text) is None:
             return None
         return [
-            Step(name, f"the output for {given} is right", False) for name, given in _inputs(_problem(item)).items()
+            Step(name, f"the output for {given} is right", False) for name, given in _inputs(problem_of(item)).items()
         ]
 
     async def check_step(self, item: TaskItem, text: str, step: Step) -> Step:
         """Run the program on the one input of the step."""
-        program, problem = self.program(text), _problem(item)
+        problem = problem_of(item)
+        return await self.run_step(problem, text, step, problem.tests[SHOWN + list(_inputs(problem)).index(step.name)])
+
+    async def run_step(self, problem: CodeProblem, text: str, step: Step, test: CodeTest) -> Step:
+        """The step of an answer after its program has run on this test."""
+        program = self.program(text)
         assert program is not None
-        place = SHOWN + list(_inputs(problem)).index(step.name)
-        tests: list[CodeTest] = [problem.tests[place]]
-        (outcome,) = (await grade(problem, program, self._sandbox, LIMITS, tests)).outcomes
+        outcome = await self.run(problem, program, test)
         if outcome.status == "passed":
             return Step(step.name, f"{step.claim} (run: it is)", True)
-        said = outcome.error or f"the output is {outcome.output!r:.200}, and should be {tests[0].output!r:.200}"
+        said = outcome.error or f"the output is {outcome.output!r:.200}, and should be {test.output!r:.200}"
         return Step(step.name, f"{step.claim} (run: {said})", False)
+
+    async def run(self, problem: CodeProblem, program: str, test: CodeTest) -> Outcome:
+        """A program on one test."""
+        (outcome,) = (await grade(problem, program, self._sandbox, LIMITS, [test])).outcomes
+        return outcome
 
     def named_step(self, speech: str) -> str | None:
         named = _NAMED.match(speech)
         return named.group(1).lower() if named else None
 
     def judge_context(self, item: TaskItem) -> str:
-        return _problem(item).question
+        return problem_of(item).question
 
     def reference_answer(self, item: TaskItem) -> str:
         """No program is shipped with an item; the tests are its key."""
         return item.reference
 
 
-def _problem(item: TaskItem) -> CodeProblem:
+def problem_of(item: TaskItem) -> CodeProblem:
+    """The problem of an item."""
     return read_problem(Row(item.id, 0, json.loads(item.reference)))

@@ -1,0 +1,82 @@
+"""Probabilities of given choices as a policy, trained by a proper scoring rule until they are those of the outcomes.
+
+    python -m recipes.decisions                                      # draws from bags of marbles, whose probabilities are known
+    python -m recipes.decisions rule=brier seed=1
+    python -m recipes.decisions dataset=mine.jsonl model_name=Qwen/Qwen3-4B-Instruct-2507
+
+A line of the file is {"question": "...", "choices": ["...", "..."], "outcome": "..."}, with "messages" in place of the question
+where there is more to say, and with "probabilities", a list, in place of the outcome where they are known. A choice's score is
+the sum of its tokens' logprobs; the softmax over the choices is the decision. docs/decisions.md has what comes of it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import chz
+
+from recipes.common import CommonConfig, Rates, dataset_label, for_model, run_config
+from recipes.sl_common import HeldOutKeys, chat_settings
+from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.decisions import train
+from tinker_cookbook.decisions.data import DATASETS, DecisionDatasetBuilder
+from tinker_cookbook.decisions.rules import METRICS
+from tinker_cookbook.field_groups import TestDataset
+from tinker_cookbook.runs.outcome import RunSummary, print_changes
+from tinker_cookbook.supervised.types import ExampleKeys
+from tinker_cookbook.utils.fields import docs
+
+RECIPE = "decisions"
+RATES = Rates(2e-3, 1e-4)
+"""Below that of supervised learning for models that are not tiny: the loss asks for the order of a few choices alone."""
+SHIPPED = "marbles"
+
+
+@chz.chz(typecheck=True)
+class DecisionKeys(train.DecisionOptions, ExampleKeys, CommonConfig, rates=RATES, max_length=1024):
+    """Keys of the recipes that train decisions."""
+
+    DOCS = docs(
+        batch_size="decisions per step",
+        max_length="longest question with a choice, in tokens; nothing is cut off; None: no limit",
+    )
+
+
+@chz.chz(typecheck=True)
+class CLIConfig(HeldOutKeys, TestDataset, DecisionKeys, num_epochs=2, batch_size=64, eval_every=20):
+    """Keys of `python -m recipes.decisions`."""
+
+    DOCS = docs(test_dataset="held-out decisions, if the dataset has none")
+
+    dataset: str | Callable[[], Any] = chz.field(
+        default=SHIPPED, doc=f"{', '.join(DATASETS.names())}; a .jsonl, .csv or .parquet file; or path/file.py:function"
+    )
+
+
+def build_config(cli: CLIConfig) -> train.Config:
+    """The run's full config. Raises ConfigurationError for every problem that can be found before a model is loaded."""
+    cli = for_model(cli)
+    builder = cli.fill(DecisionDatasetBuilder, common_config=chat_settings(cli), shuffle_seed=cli.seed)
+    label = dataset_label(cli.dataset, SHIPPED) if isinstance(cli.dataset, str) else "own"
+    return run_config(cli, train.Config, train.check_config, RECIPE, [cli.rule, label], dataset_builder=builder)
+
+
+async def train_and_show(config: train.Config) -> RunSummary:
+    """Run the training, then print what it changed."""
+    summary = await train.main(config)
+    show_changes(config.log_path)
+    return summary
+
+
+def show_changes(log_path: str) -> None:
+    """Print the scores before and after."""
+    print_changes(
+        log_path, {f"test/{key}": "held out" for key in METRICS}, dict.fromkeys(METRICS[:3], "training batches")
+    )
+
+
+async def main(cli: CLIConfig) -> RunSummary:
+    return await train_and_show(build_config(cli))
+
+
+if __name__ == "__main__":
+    run_recipe(CLIConfig, main)
