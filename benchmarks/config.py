@@ -31,10 +31,10 @@ _OFFLINE = {
 class CommonConfig:
     """Keys of every benchmark."""
 
-    shape: Literal["tiny", "small", "small-hybrid", "small-moe", "qwen3-0.6b", "qwen3-4b"] = chz.field(
+    shape: Literal["tiny", "small", "small-hybrid", "small-moe", "qwen3-0.6b", "qwen3-4b", "qwen3-8b"] = chz.field(
         default="tiny",
-        doc="random weights: Qwen3 tiny (0.1 M), small (29 M), qwen3-0.6b, qwen3-4b; Qwen3.5 small-hybrid (29 M); Qwen3-MoE "
-        "small-moe (163 M, 29 M for a token)",
+        doc="random weights: Qwen3 tiny (0.1 M), small (29 M), qwen3-0.6b, qwen3-4b, qwen3-8b; Qwen3.5 small-hybrid (29 M); "
+        "Qwen3-MoE small-moe (163 M, 29 M for a token)",
     )
     device: Literal["cpu", "cuda"] = chz.field(
         default="cpu", doc="where every contender runs (sets TINKER_LOCAL_DEVICE)"

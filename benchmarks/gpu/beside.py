@@ -2,32 +2,68 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from benchmarks import rl_step, sampling, training
 from benchmarks.gpu.visit import Visit
-from benchmarks.report import Report
+from benchmarks.harness import Measurement
+from benchmarks.report import Report, number
+
+OURS, VLLM = "ours, LoRA", "vLLM, LoRA"
+"""Names of contenders of benchmarks/sampling.py."""
 
 
 def run(visit: Visit) -> None:
+    """vLLM at larger shapes, where it is installed, and then the smallest one beside all tools."""
+    for shape in visit.scale.vllm_shapes:
+        if visit.findings.time_is_up:
+            visit.findings.leave_out(f"vLLM beside, {shape}")
+            continue
+        with visit.findings.guarded(f"vLLM beside, {shape}"):
+            beside_vllm(visit, shape)
+        visit.free()
+    _all_tools(visit)
+
+
+def vllm_python(visit: Visit) -> str | None:
+    """The Python that was named for vLLM, or this one if it has it."""
+    if visit.vllm_python is None and importlib.util.find_spec("vllm") is not None:
+        return sys.executable
+    return visit.vllm_python
+
+
+def beside_vllm(visit: Visit, shape: str) -> None:
+    """Completion tokens per second of 64 sequences, engine and vLLM in turns; a row that says so where there is no vLLM."""
+    python, title = vllm_python(visit), f"vLLM beside, {shape}"
+    if python is None:
+        visit.findings.table(title, ["contender", "tokens/s"])(
+            ["vLLM", "not installed (vllm_python= names an environment)"]
+        )
+        return
+    keys = {**_keys(visit), "shape": shape}
+    report = sampling.run(sampling.Config(**keys, peers=["vllm"], vllm_python=python, decode_rows=()))
+    add = visit.findings.table(title, ["contender", "tokens/s"])
+    rates: dict[str, float] = {}
+    for values in next(list(v) for v in report.measurements.values() if isinstance(v, list)):
+        found = Measurement.from_json(values)
+        if found.repetitions:
+            rates[found.name] = found.tokens_per_second.median
+        add([found.name, number(rates[found.name]) if found.repetitions else found.status])
+    if {OURS, VLLM} <= rates.keys():
+        visit.findings.record("beside vLLM", shape=shape, rate=rates[OURS], vllm=rates[VLLM])
+
+
+def _all_tools(visit: Visit) -> None:
     """The benchmarks of sampling, training and GRPO steps with few repetitions; a peer that is missing has a row that says so."""
-    keys: dict[str, Any] = {
-        "shape": visit.scale.peer_shape,
-        "device": visit.device.type,
-        "dtype": visit.dtype_name,
-        "threads": 1 if visit.scale.name == "tiny" else 4,
-        "rank": visit.rank,
-        "repetitions": visit.scale.peer_repetitions,
-        "max_new_tokens": visit.scale.peer_tokens,
-        "quiet_seconds": 0.0,
-        "reruns": 0,
-    }
+    keys = _keys(visit)
     comparisons: tuple[tuple[str, Callable[[], Report]], ...] = (
         (
             "sampling",
             lambda: sampling.run(
-                sampling.Config(**keys, peers=["hf", "vllm"], vllm_python=visit.vllm_python, decode_rows=())
+                sampling.Config(**keys, peers=["hf", "vllm"], vllm_python=vllm_python(visit), decode_rows=())
             ),
         ),
         ("training", lambda: training.run(training.Config(**keys, peers=["trl"]))),
@@ -45,3 +81,18 @@ def run(visit: Visit) -> None:
                 for row in table.rows:
                     add(row)
         visit.free()
+
+
+def _keys(visit: Visit) -> dict[str, Any]:
+    """Of every comparison."""
+    return {
+        "shape": visit.scale.peer_shape,
+        "device": visit.device.type,
+        "dtype": visit.dtype_name,
+        "threads": 1 if visit.scale.name == "tiny" else 4,
+        "rank": visit.rank,
+        "repetitions": visit.scale.peer_repetitions,
+        "max_new_tokens": visit.scale.peer_tokens,
+        "quiet_seconds": 0.0,
+        "reruns": 0,
+    }

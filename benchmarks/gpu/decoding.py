@@ -122,6 +122,15 @@ def _figures(
         for i, mark in enumerate(DECODE_MARKS):
             if cell == mark_cell(visit, i):
                 visit.findings.mark(mark.key, share)
+    visit.findings.record(
+        "decoding",
+        shape=name,
+        batch=cell.batch,
+        context=cell.context,
+        adapters=cell.adapters,
+        rate=cell.batch / speed.median,
+        share=share,
+    )
     milliseconds = [1e3 * value for value in (speed.median, speed.low, speed.high)]
     return [
         number(cell.batch / speed.median),

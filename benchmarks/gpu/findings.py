@@ -62,6 +62,13 @@ class Findings:
         measured[key] = value
         self.save()
 
+    def record(self, kind: str, **values: str | float | bool) -> None:
+        """What a row of a table says, as numbers: advice.py reads them."""
+        records = self.data.setdefault("records", [])
+        assert isinstance(records, list)
+        records.append({"kind": kind, **values})
+        self.save()
+
     def leave_out(self, what: str) -> None:
         """Note something that was not measured because the time was up."""
         self.left_out.append(what)

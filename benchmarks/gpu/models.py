@@ -22,9 +22,10 @@ ENTROPY_NATS = 2.5
 PROBED_TOKENS = 64
 
 
-def shape_of(name: str, layers: int | None = None) -> Shape:
-    """A shape of the benchmarks, cut to `layers` layers if that is given."""
+def shape_of(name: str, layers: int | None = None, positions: int = 0) -> Shape:
+    """A shape of the benchmarks, cut to `layers` layers if that is given, with a context of at least so many positions."""
     shape = SHAPES[name]
+    shape = replace(shape, max_positions=max(positions, shape.max_positions))
     return shape if layers is None else replace(shape, layers=min(layers, shape.layers))
 
 
@@ -58,10 +59,15 @@ def sharpness(logits_TV: torch.Tensor) -> float:
 
 
 def random_model(
-    name: str, device: torch.device, dtype: torch.dtype, layers: int | None = None, seed: int = 0
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    layers: int | None = None,
+    seed: int = 0,
+    positions: int = 0,
 ) -> BaseModel:
     """The engine's model over `random_module`."""
-    shape = shape_of(name, layers)
+    shape = shape_of(name, layers, positions)
     module = random_module(shape, device, dtype, seed)
     return adopt_module(f"random/{name}", module, word_tokenizer(shape.vocab))
 

@@ -42,10 +42,20 @@ class Scale:
     agreement_tokens: int
     depths: tuple[int, ...]
     """upper borders of the ranges of completion positions in which differences are summed up"""
+    turns: tuple[int, int, int, int]
+    """number, tokens of an observation, sampled tokens, and conversations, of the section `turns`"""
+    turn_borders: tuple[int, ...]
+    """numbers of the turns behind which its table has another row"""
     grpo_tokens: int
+    learning_shape: str
+    learning_steps: int
+    learning_text: tuple[int, int]
+    """sequences, and tokens of each"""
     peer_shape: str
     peer_tokens: int
     peer_repetitions: int
+    vllm_shapes: tuple[str, ...]
+    """shapes that vLLM samples beside the engine, where it is installed"""
 
 
 SCALES: dict[str, Scale] = {
@@ -63,17 +73,23 @@ SCALES: dict[str, Scale] = {
         prompts=((16, 1024, 0), (1, 16000, 0), (64, 2048, 1792), (4, 16000, 15744)),
         training_shapes=("qwen3-4b", "qwen3-8b", "qwen3-0.6b"),
         training_tokens=(16384, 8192, 4096),
-        training_long=(("qwen3-4b", 16384), ("qwen3-0.6b", 16384), ("qwen3-4b", 32000)),
+        training_long=(("qwen3-4b", 16384), ("qwen3-0.6b", 16384), ("qwen3-4b", 65536), ("qwen3-4b", 32000)),
         training_sequence=1024,
         training_repetitions=3,
         agreement_shape="qwen3-4b",
         agreement_rows=64,
         agreement_tokens=512,
         depths=(16, 64, 128, 256, 512),
+        turns=(30, 1936, 64, 2),
+        turn_borders=(1, 5, 10, 20, 30),
         grpo_tokens=128,
+        learning_shape="qwen3-0.6b",
+        learning_steps=40,
+        learning_text=(16, 512),
         peer_shape="qwen3-0.6b",
         peer_tokens=128,
         peer_repetitions=2,
+        vllm_shapes=("qwen3-4b", "qwen3-8b"),
     ),
     "tiny": Scale(
         name="tiny",
@@ -96,9 +112,15 @@ SCALES: dict[str, Scale] = {
         agreement_rows=8,
         agreement_tokens=48,
         depths=(16, 48),
+        turns=(3, 12, 8, 2),
+        turn_borders=(1, 3),
         grpo_tokens=16,
+        learning_shape="tiny",
+        learning_steps=12,
+        learning_text=(4, 32),
         peer_shape="tiny",
         peer_tokens=16,
         peer_repetitions=1,
+        vllm_shapes=("tiny",),
     ),
 }

@@ -28,6 +28,14 @@ OPERATIONS_PER_WEIGHT = 4
 padding are left out, so the true load of the device is higher."""
 
 
+PUBLISHED = {
+    ("qwen3-4b", 16384): "6,230 tokens/s, 23.3 GiB",
+    ("qwen3-4b", 65536): "4,160 tokens/s, 42 GiB",
+    ("qwen3-0.6b", 16384): "13,300 tokens/s",
+}
+"""What prime-rl says of LoRA of rank 16 with every layer recomputed, by shape and tokens of a sequence (of 0.6B not how many)."""
+
+
 @dataclass(frozen=True)
 class Pass:
     """What one forward_backward took. Peak memory in bytes, None on a CPU."""
@@ -46,13 +54,14 @@ def run(visit: Visit) -> None:
         if visit.findings.time_is_up:
             visit.findings.leave_out(f"training {name}")
             continue
-        model = random_model(name, visit.device, visit.dtype)
+        long = [tokens for shape, tokens in scale.training_long if shape == name]
+        model = random_model(name, visit.device, visit.dtype, positions=max(long, default=0) + 1)
         add = visit.findings.table(
             f"Training, {name}, {visit.dtype_name}, LoRA rank {visit.rank}: forward and backward, cross-entropy on half of "
             f"each sequence of {scale.training_sequence} tokens; {OPERATIONS_PER_WEIGHT} N operations per computed token",
-            ["tokens", "prompts", "computed", "passes", "tokens/s", "TFLOP/s", "matrix rate", "peak memory"],
-        )
-        long = [tokens for shape, tokens in scale.training_long if shape == name]
+            ["tokens", "prompts", "computed", "passes", "tokens/s", "TFLOP/s", "matrix rate", "peak memory",
+             "prime-rl, one H100, published"],
+        )  # fmt: skip
         with LocalEngine.of(model, visit.rank, train_unembed=True) as engine:
             for tokens in scale.training_tokens if name == scale.training_shapes[0] else scale.training_tokens[:1]:
                 for shared in (False, True):
@@ -63,6 +72,7 @@ def run(visit: Visit) -> None:
                     try:
                         result = measure(visit, engine, model, tokens, shared)
                         row = _figures(visit, shape_of(name), result)
+                        _record(visit, name, tokens, scale.training_sequence, shared, result)
                         if (name, tokens, shared) == (scale.training_shapes[0], scale.training_tokens[0], False):
                             visit.findings.mark(TRAINING_SHARE.key, _share(visit, shape_of(name), result))
                             visit.findings.mark(TRAINING_TOKENS.key, result.tokens / result.seconds)
@@ -76,7 +86,9 @@ def run(visit: Visit) -> None:
                     visit.findings.leave_out(f"training {name}: {' tokens, '.join(label)}")
                     continue
                 try:
-                    row = _figures(visit, shape_of(name), measure(visit, engine, model, tokens, False, length=tokens))
+                    result = measure(visit, engine, model, tokens, False, length=tokens)
+                    row = [*_figures(visit, shape_of(name), result), PUBLISHED.get((name, tokens), "")]
+                    _record(visit, name, tokens, tokens, False, result)
                 except Exception as error:
                     row = [describe(error)]
                 visit.free()
@@ -93,6 +105,19 @@ def _rate(shape: Shape, result: Pass) -> float:
 def _share(visit: Visit, shape: Shape, result: Pass) -> float:
     """Of the rate of a large matrix product."""
     return _rate(shape, result) / visit.rates.get(visit.dtype_name, float("nan"))
+
+
+def _record(visit: Visit, name: str, tokens: int, length: int, shared: bool, result: Pass) -> None:
+    visit.findings.record(
+        "training",
+        shape=name,
+        tokens=tokens,
+        length=length,
+        shared=shared,
+        passes=result.passes,
+        rate=result.tokens / result.seconds,
+        share=_share(visit, shape_of(name), result),
+    )
 
 
 def _figures(visit: Visit, shape: Shape, result: Pass) -> list[str]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from benchmarks.gpu import marks
+from benchmarks.gpu import advice, marks
 from benchmarks.gpu.findings import COMPLETE, Findings
 from benchmarks.gpu.visit import SECTIONS, Section
 from benchmarks.machine import facts
@@ -86,7 +87,7 @@ class VisitReport:
         self.write()
 
     def write(self) -> list[Path]:
-        self.report.tables = [self._overview(), *self._marks(), *self._tables()]
+        self.report.tables = [self._overview(), *self._marks(), *self._tables(), *self._advice()]
         self.report.measurements = {name: found.to_json() for name, found in self.found.items()}
         return self.report.write(self.folder)
 
@@ -114,6 +115,15 @@ class VisitReport:
         """Once something was measured that a mark asks for."""
         measured = self._gathered("marks")
         return [marks.table(measured, self.report.device == "cuda")] if measured else []
+
+    def _advice(self) -> list[Table]:
+        """Last, where who reads the console looks; once something was measured that tells."""
+        records: list[dict[str, Any]] = []
+        for found in self.found.values():
+            own = found.data.get("records", [])
+            assert isinstance(own, list)
+            records += own
+        return [advice.table(records, self.report.device == "cuda")] if records else []
 
     def _overview(self) -> Table:
         rows = []

@@ -70,6 +70,7 @@ class VllmProcess:
                 "stops": workload.stops,
                 "group_size": workload.group_size,
                 "max_new_tokens": workload.max_new_tokens,
+                "on_gpu": setup.config.device == "cuda",
             }
         )
         self.version: str = ready["version"]

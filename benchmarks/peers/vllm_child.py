@@ -28,11 +28,11 @@ def main() -> None:
         dtype=work["dtype"],
         max_model_len=max(map(len, work["prompts"])) + work["max_new_tokens"],
         max_num_seqs=rows,
-        enforce_eager=True,
+        enforce_eager=not work["on_gpu"],
         enable_lora=True,
         max_loras=2,  # one more than there are adapters: with every slot full, base rows get a wrong adapter
         max_lora_rank=max(8, work["rank"]),
-        gpu_memory_utilization=0.2,
+        gpu_memory_utilization=0.4 if work["on_gpu"] else 0.2,  # the engine has the rest
         logprobs_mode="processed_logprobs",
     )
     adapter = lora_request.LoRARequest("benchmark", 1, work["adapter"])

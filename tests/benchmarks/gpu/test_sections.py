@@ -273,11 +273,13 @@ def test_descriptions_name_running_out_of_memory() -> None:
 def test_scales_name_shapes_that_exist_and_fit() -> None:
     for scale in SCALES.values():
         names = {*scale.decoding_shapes, *scale.training_shapes, scale.agreement_shape, scale.peer_shape}
+        names |= {scale.learning_shape, *scale.vllm_shapes}
         for name in {*names, scale.correctness_shape}:
             shape = shape_of(name)
             assert max(scale.contexts) + 2 * BURST * scale.bursts < shape.max_positions
         assert all(tokens % scale.training_sequence == 0 for tokens in scale.training_tokens)
         assert scale.depths[-1] == scale.agreement_tokens
+        assert scale.turn_borders[-1] == scale.turns[0]
         assert len(scale.mark_batches) == len(marks.DECODE_MARKS)
         assert set(scale.mark_batches) <= set(scale.batches)
         assert max(scale.adapters) <= min(scale.mark_batches)

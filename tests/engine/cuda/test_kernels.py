@@ -1,19 +1,25 @@
 """Triton kernels against plain float64 computations, in Triton's interpreter or on the GPU that the tests are given."""
 
+import importlib
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._library.custom_ops import CustomOpDef
 from torch.nn import functional as F
 
 from tests.engine.cuda.cases import BOUNDS, Shape, heads_case, lora_case, paged_case, relative_error
 from tests.engine.devices import here
 from tests.engine.limits import LIMITS, limits_case
-from tinker_local_backend.engine.cuda import plain
+from tinker_local_backend.engine.cuda import ops, plain
 from tinker_local_backend.engine.cuda.adapter_slots import row_blocks
 
 pytestmark = pytest.mark.kernels
+
+Rows = list[int]
+Outputs = list[torch.Tensor]
 
 DTYPES = [torch.float32, torch.float16]
 if here().device.type == "cuda":
@@ -46,6 +52,110 @@ def test_a_row_alone_gets_the_bits_that_it_gets_in_a_batch(kernels: SimpleNamesp
         assert torch.equal(kernels.paged_attention(*alone.arguments)[0], together[row])
         wider = replace(alone, tables=F.pad(alone.tables, (0, 9), value=-1))
         assert torch.equal(kernels.paged_attention(*wider.arguments)[0], together[row])
+
+
+TOKENS = 18
+"""Rows of the next tests: more than a block of LoRA's has."""
+
+
+def _numbers(dtype: torch.dtype, *size: int) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(size[-1])).to(here().device, dtype)
+
+
+def _attended(kernels: SimpleNamespace, dtype: torch.dtype, rows: Rows) -> Outputs:
+    lengths = [1 + 71 * i % 560 for i in range(TOKENS)]
+    return [kernels.paged_attention(*paged_case(Shape(), lengths, dtype).of_rows(rows).arguments)]
+
+
+def _adapted(kernels: SimpleNamespace, dtype: torch.dtype, rows: Rows) -> Outputs:
+    case = lora_case([i % 3 if i % 5 else 2 for i in range(TOKENS)], dtype, (300, 96), 32, (64,))
+    slots = [case.slots[row] for row in rows]
+    order, blocks = (torch.from_numpy(array).to(here().device) for array in row_blocks(slots, len(slots)))
+    y = case.y[rows].clone()
+    kernels.lora_add(y, case.x[rows].clone(), case.a, case.b, order, blocks, case.scales, case.ends)
+    return [y]
+
+
+def _heads(kernels: SimpleNamespace, dtype: torch.dtype, rows: Rows) -> Outputs:
+    case = heads_case(6, 2, 32, True, dtype, TOKENS)
+    arguments = (case.qkv[rows].clone(), case.norm, case.cos[rows].clone(), case.sin[rows].clone(), 2, case.eps)
+    parts = kernels.split_heads(*arguments)
+    grads = [_numbers(dtype, TOKENS, *part.shape[1:])[rows] for part in parts]
+    return [*parts, kernels.split_heads_backward(*grads, *arguments)]
+
+
+def _stored(kernels: SimpleNamespace, dtype: torch.dtype, rows: Rows) -> Outputs:
+    case, width = heads_case(6, 2, 32, True, dtype, TOKENS), 2
+    pools = _numbers(dtype, 2, width * TOKENS, 2, 16, 32)
+    tables = torch.arange(width * TOKENS, dtype=torch.int32, device=here().device).view(TOKENS, width)[rows]
+    positions = torch.arange(TOKENS, dtype=torch.int32, device=here().device)[rows]
+    arguments = (case.qkv[rows].clone(), case.norm, case.cos[rows].clone(), case.sin[rows].clone(), 2, case.eps)
+    query = kernels.store_heads(*arguments, *pools, tables, positions)
+    again = pools.clone()
+    kernels.store_keys(*_numbers(dtype, 2, TOKENS, 2, 32)[:, rows].clone(), *again, tables, positions)
+    at = tables[range(len(rows)), positions // 16].long(), slice(None), positions.long() % 16
+    return [query, *(pool[at] for pool in (*pools, *again))]
+
+
+def _summed(kernels: SimpleNamespace, dtype: torch.dtype, rows: Rows) -> Outputs:
+    x, delta, of_total, of_normed = (_numbers(dtype, 4, TOKENS, 700)[i][rows].clone() for i in range(4))
+    weight = _numbers(dtype, 700)
+    total, normed = kernels.add_norm(x.float(), delta, weight, 1e-6)
+    gradients = kernels.add_norm_backward(of_total.float(), of_normed, total, weight, 1e-6)
+    return [total, normed, kernels.norm(total, weight, 1e-6), *gradients]
+
+
+def _gated(kernels: SimpleNamespace, dtype: torch.dtype, rows: Rows) -> Outputs:
+    gate_up, grad = _numbers(dtype, TOKENS, 1400)[rows].clone(), _numbers(dtype, TOKENS, 700)[rows].clone()
+    gate, up = gate_up.chunk(2, dim=1)
+    own = [kernels.swiglu(gate, up), *kernels.swiglu_backward(grad, gate, up)]
+    return [*own, kernels.joined_swiglu(gate_up), kernels.joined_swiglu_backward(grad, gate_up)]
+
+
+def _rotated(kernels: SimpleNamespace, dtype: torch.dtype, rows: Rows) -> Outputs:
+    x, (cos, sin) = _numbers(dtype, TOKENS, 3, 32)[rows], _numbers(dtype, 2, TOKENS, 32)[:, rows]
+    return [kernels.rotate(x, cos, sin, backward) for backward in (False, True)]
+
+
+def _limited(kernels: SimpleNamespace, dtype: torch.dtype, rows: Rows) -> Outputs:
+    case = limits_case(700, 1.0, limits=[LIMITS[i % len(LIMITS)] for i in range(TOKENS)])
+    return [kernels.truncate(*(argument[rows].clone() for argument in case.arguments))]
+
+
+BY_ROW: dict[str, Callable[[SimpleNamespace, torch.dtype, Rows], Outputs]] = {
+    "paged_attention": _attended,
+    "lora_add": _adapted,
+    "split_heads, split_heads_backward": _heads,
+    "store_heads, store_keys": _stored,
+    "add_norm, add_norm_backward, norm": _summed,
+    "swiglu, swiglu_backward, joined_swiglu, joined_swiglu_backward": _gated,
+    "rotate": _rotated,
+    "truncate": _limited,
+}
+"""By the operations: what they give for these rows of TOKENS."""
+
+
+def test_every_operation_is_asked_for_its_bits() -> None:
+    operations = {name for name, value in vars(ops).items() if isinstance(value, CustomOpDef)}
+    assert {name for names in BY_ROW for name in names.split(", ")} == operations
+
+
+def test_sums_in_another_order_are_noticed(kernels: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    together = _attended(kernels, torch.float16, list(range(TOKENS)))[0]
+    module = importlib.import_module(kernels.paged_attention.__module__)
+    monkeypatch.setattr(module, "MIN_TOKENS", 64)  # as if it depended on the number of rows
+    assert not torch.equal(_attended(kernels, torch.float16, [7])[0], together[[7]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("names", BY_ROW)
+def test_a_row_has_the_same_bits_in_any_batch(kernels: SimpleNamespace, names: str, dtype: torch.dtype) -> None:
+    """Alone, among all, and elsewhere among a few: nothing of a launch depends on how many rows there are."""
+    compute, every = BY_ROW[names], list(range(TOKENS))
+    together = compute(kernels, dtype, every)
+    for rows in ([5], [17, 0, 7]):
+        for one, all_of_them in zip(compute(kernels, dtype, rows), together, strict=True):
+            assert torch.equal(one.nan_to_num(9.0), all_of_them[rows].nan_to_num(9.0)), rows
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
