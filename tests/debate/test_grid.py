@@ -47,7 +47,7 @@ JUDGE_CONFIGS = {
     **{
         name: JudgeConfig(
             name=name,
-            weights=WEIGHTS if name in ("lm", "acting") else WeightsConfig(),
+            weights=WEIGHTS if name in ("lm", "decision", "acting") else WeightsConfig(),
             acts=ActsConfig(sandbox="unsafe_subprocess"),  # it never acts here
             endpoint=ENDPOINT if name == "endpoint" else EndpointConfig(),
         )
