@@ -14,7 +14,7 @@ from typing import Any
 
 import chz
 
-from recipes.common import CommonConfig, Rates, dataset_label, for_model, run_config
+from recipes.common import TINY_LEARNING_RATE, CommonConfig, Rates, dataset_label, for_model, run_config
 from recipes.sl_common import HeldOutKeys, chat_settings
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.decisions import train
@@ -26,7 +26,7 @@ from tinker_cookbook.supervised.types import ExampleKeys
 from tinker_cookbook.utils.fields import docs
 
 RECIPE = "decisions"
-RATES = Rates(2e-3, 1e-4)
+RATES = Rates(TINY_LEARNING_RATE, 1e-4)
 """Below that of supervised learning for models that are not tiny: the loss asks for the order of a few choices alone."""
 SHIPPED = "marbles"
 

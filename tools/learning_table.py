@@ -14,11 +14,11 @@ import chz
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.report.tables import markdown_table
+from tinker_cookbook.runs.ml_log import read_metrics
 from tinker_cookbook.runs.outcome import before_and_after, first_and_last
 from tinker_cookbook.stores.training_store import CONFIG_BASE_NAME
 from tinker_cookbook.utils.files import read_json_object
 from tinker_cookbook.utils.intervals import student_mean, wilson
-from tinker_cookbook.utils.ml_log import read_metrics
 
 COLUMNS = ("seed", "training, first 5 steps", "last 5", "held out, before", "after")
 
