@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from PIL import Image
 
 from tests.renderers.synthetic import failure_kind, make_tokenizer
 from tinker_cookbook.exceptions import RendererError
@@ -160,7 +161,12 @@ def test_content_helpers() -> None:
         ensure_text([THINK, IMAGE])
     assert get_text_content(Message(role="assistant", content=[THINK, TEXT])) == "yes"
     assert shown_text([THINK, TEXT, IMAGE, TEXT]) == "yes[image]yes"
-    assert format_content_as_string([THINK, TEXT, IMAGE]) == "<think>hm</think>\nyes\n[image]"
+    assert format_content_as_string([THINK, TEXT, IMAGE]) == "<think>hm</think>\nyes\n<image>file.png</image>"
+    drawn = ImagePart(type="image", image=Image.new("L", (3, 2)))
+    data = ImagePart(type="image", image="data:image/png;base64," + "A" * 5000)
+    shown = format_content_as_string([drawn, data], separator=" ")
+    assert shown.startswith("<image>Image(3x2, L)</image> <image>data:image/png;base64,AAA")
+    assert shown.endswith("... (5022 characters)</image>") and len(shown) < 120
 
 
 def test_openai_form() -> None:

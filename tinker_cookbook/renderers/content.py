@@ -21,6 +21,8 @@ from tinker_cookbook.renderers.types import (
 from tinker_cookbook.utils.narrowing import is_object
 
 PARSE_FAILURE_DETAIL_MAX_CHARS = 16384
+LONGEST_ADDRESS = 512
+"""Characters of a picture's address that are shown whole in a log."""
 UNTERMINATED_TOOL_BLOCK_ERROR = "unterminated tool block"
 """How the error of a call that was opened and never closed begins."""
 _PART_KEYS = ("text", "thinking", "image", "audio")
@@ -63,16 +65,29 @@ def get_text_content(message: Message) -> str:
 
 
 def format_content_as_string(content: Content, separator: str = "\n") -> str:
-    """Content for a log: thinking in <think> tags, media as [image] or [audio], parts joined by `separator`."""
+    """Content for a log, parts joined by `separator`: thinking in <think> tags, a picture in <image> tags as its address (a long
+    one is cut) or as `Image(WxH, mode)`, other media as [audio].
+    """
     if isinstance(content, str):
         return content
     pieces: list[str] = []
     for part in content:
         if part["type"] == "text":
             pieces.append(part["text"])
+        elif part["type"] == "thinking":
+            pieces.append(f"<think>{part['thinking']}</think>")
+        elif part["type"] == "image":
+            pieces.append(f"<image>{_named(part['image'])}</image>")
         else:
-            pieces.append(f"<think>{part['thinking']}</think>" if part["type"] == "thinking" else f"[{part['type']}]")
+            pieces.append(f"[{part['type']}]")
     return separator.join(pieces)
+
+
+def _named(image: Any) -> str:
+    """A picture in one line: a data URI holds all of it."""
+    if not isinstance(image, str):
+        return f"Image({image.size[0]}x{image.size[1]}, {image.mode})"
+    return image if len(image) <= LONGEST_ADDRESS else f"{image[:40]}... ({len(image)} characters)"
 
 
 def parse_think_blocks(text: str) -> list[ContentPart]:
