@@ -60,9 +60,9 @@ from tinker_cookbook.weights_config import WeightsConfig
 RECIPE = "debate_study"
 RATES = RL_RATES._replace(tiny=2e-3)
 RESULTS, ROWS = "study.json", "study.parquet"
-QUICK_TOKENS = 6000
+QUICK_TOKENS = 12_000
 """Sampled tokens of each run of the quick form."""
-TRAINING_FACTOR = 2.5
+TRAINING_FACTOR = 5
 """How much longer a token takes in training than in measuring, roughly: it is also trained on."""
 RESTS_ON = (
     "The held-out questions of dataset=trails are new starts of known steps: 99 % of their steps occur in training. "
