@@ -1,6 +1,8 @@
-"""Writes the items of the tasks coin, confidence, secret_word, constrained_writing, logic and quotes, the same everywhere.
+"""Writes the items of the tasks coin, confidence, secret_word, constrained_writing, logic, quotes and sorting.
 
 python -m tools.task_data
+
+The same files everywhere.
 """
 
 import random
@@ -94,6 +96,15 @@ def quotes(rng: random.Random, count: int) -> Rows:
     return [{"question": question, "answer": answer} for question, answer in rows.items()]
 
 
+def sorting(rng: random.Random, count: int) -> Rows:
+    """Six, twelve or 24 different numbers below 100, a third of the rows of each length."""
+    rows: dict[str, str] = {}
+    while len(rows) < count:
+        numbers = rng.sample(range(100), (6, 12, 24)[len(rows) % 3])
+        rows[" ".join(map(str, numbers))] = " ".join(map(str, sorted(numbers)))
+    return [{"question": question, "answer": answer} for question, answer in rows.items()]
+
+
 SIZES: dict[Callable[[random.Random, int], Rows], tuple[int, int]] = {
     coin: (64, 24),
     confidence: (120, 40),
@@ -101,6 +112,7 @@ SIZES: dict[Callable[[random.Random, int], Rows], tuple[int, int]] = {
     constrained_writing: (96, 32),
     logic: (96, 32),
     quotes: (48, 16),
+    sorting: (96, 48),
 }
 """What makes a task's rows -> how many of them train, and how many are held out."""
 

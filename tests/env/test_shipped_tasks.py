@@ -37,7 +37,7 @@ from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.utils.files import read_jsonl
 from tools.task_data import SIZES, write_all
 
-OF_ONE_PERSON = ("coin", "confidence", "constrained_writing", "logic", "quotes", "secret_word")
+OF_ONE_PERSON = ("coin", "confidence", "constrained_writing", "logic", "quotes", "secret_word", "sorting")
 LONG = 200_000
 
 
@@ -82,7 +82,7 @@ class TestData:
         asked = [{(item.question, item.reference) for item in part} for part in (train, test)]
         assert len(asked[0]) == len(train) and len(asked[1]) == len(test) and not asked[0] & asked[1]
 
-    @pytest.mark.parametrize("name", ["coin", "confidence", "logic", "secret_word", "quotes"])
+    @pytest.mark.parametrize("name", ["coin", "confidence", "logic", "secret_word", "quotes", "sorting"])
     def test_the_reference_is_right_and_nothing_else_passes(self, name: str) -> None:
         task = get_task(name)
         for item in (found for part in load_items(task, task.default_dataset) for found in part):

@@ -53,7 +53,7 @@ def require_steps(task: Task, what: str) -> StepTask:
     """The task itself. Raises ConfigurationError when its answers have no steps."""
     if not isinstance(task, StepTask):
         raise ConfigurationError(
-            f"{what} checks single steps, and the answers of task={task.name} have none; use task=collatz, task=code "
-            "or task=code_lines"
+            f"{what} checks single steps, and the answers of task={task.name} have none; use task=collatz, "
+            "task=sorting, task=code or task=code_lines"
         )
     return task
