@@ -135,6 +135,7 @@ COLUMNS = (
     "prefers the right one",
     "policy right",
     "debate minus this",
+    "judge right, after",
     "hacking gap",
 )
 SHOWN = ("signal", "prefers the right one", "policy right", "debate minus this", "hacking gap")
@@ -167,6 +168,7 @@ def table_rows(runs: Sequence[Run]) -> list[list[str]]:
             str(bootstrap_mean([pairs])) if pairs else "",
             str(estimate(of_protocol, "correct_I")),
             str(lead(debate, rival)) if debate and rival else "",
+            str(estimate(of_protocol, "judge_right_I")),
             str(gap(of_protocol)),
         ]
         for part in parts(runs):
@@ -186,7 +188,7 @@ def _row_before(runs: Sequence[Run]) -> list[str]:
         nested = [[[of_base[0].before.correct_I[i] for i in kept]] for of_base in by_base(runs)]
         return str(estimate_of(nested, _parts_of(runs, kept), *RATE))
 
-    row = [BEFORE, "0", "0", "0", "0", "0", "", "", right(None), "", ""]
+    row = [BEFORE, *["0"] * 5, "", "", right(None), "", "", ""]
     return [*row, *(cell for part in parts(runs) for cell in (right(part), ""))]
 
 

@@ -9,7 +9,8 @@ from tinker_cookbook.env.task import TaskItem, parse_solution
 
 SORTING_SYSTEM = (
     "Sort the numbers by insertion. After each number, in the order in which they are given, write a line with the count so "
-    "far, a colon, and the numbers that are sorted, such as 2: 3 7. The last line's numbers go between <SOLUTION> and </SOLUTION>."
+    "far, a colon, and the numbers that are sorted, such as 2: 3 7. The last line's numbers go between <SOLUTION> and "
+    "</SOLUTION>."
 )
 OBJECTION_REQUEST = "Another agent wrote:\n{opponent}\nWhich step is wrong there? Reply such as: step 2 is wrong"
 SUPPORT_REQUEST = "Which step may the judge check? Reply such as: step 2 is right"
