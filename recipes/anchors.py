@@ -1,4 +1,4 @@
-"""Tasks by which libraries are compared, in miniature: reverse_text, alphabet_sort, wordle and arithmetic, SFT then RL.
+"""Tasks by which libraries are compared, in miniature: reverse_text, alphabet_sort and wordle, SFT then RL.
 
 The tasks have the names and the form of those that prime-rl and tinker-cookbook publish curves of. Texts are a few words
 here, and words a few letters, so that the shipped model can learn them in a minute; the numbers of the two are not comparable.
@@ -6,9 +6,10 @@ here, and words a few letters, so that the shipped model can learn them in a min
     python -m recipes.anchors
     python -m recipes.anchors anchor=wordle
     python -m recipes.anchors anchor=alphabet_sort model_name=Qwen/Qwen3-4B-Instruct-2507 warm_up_steps=0
-    python -m recipes.sweep recipe=recipes.anchors grid.anchor=reverse_text,wordle,arithmetic seeds=0,1,2 processes=0
+    python -m recipes.sweep recipe=recipes.anchors grid.anchor=reverse_text,wordle seeds=0,1,2 processes=0
 
-`python -m recipes.rl env=wordle` plays them too, without the supervised stage.
+`python -m recipes.rl env=wordle` plays them too, without the supervised stage. Arithmetic, the fourth of these tasks, is
+`python -m recipes.rl_basic`.
 """
 
 import random
@@ -18,9 +19,8 @@ from collections.abc import Callable, Sequence
 import chz
 
 from recipes.common import for_model
-from recipes.rl_basic import Arithmetic
 from recipes.rl_common import dataset_of
-from recipes.warm_up import GameConfig, demonstrate, play_or_train
+from recipes.warm_up import GENTLE_RATES, GameConfig, demonstrate, play_or_train
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.env import TurnResult, multi_turn_env
 from tinker_cookbook.env.episodes import EpisodeEnv
@@ -29,7 +29,7 @@ from tinker_cookbook.renderers import Message, Renderer, get_text_content
 from tinker_cookbook.runs.outcome import RunSummary
 
 RECIPE = "anchors"
-WORDS = ("apple", "bread", "cloud", "door", "engine", "flower", "garden", "house")
+WORDS: tuple[str, ...] = ("apple", "bread", "cloud", "door", "engine", "flower", "garden", "house")
 CARELESS = 0.5
 """How often the player of the supervised stage moves at random, in the right form."""
 
@@ -130,7 +130,7 @@ class Wordle(Anchor):
     """
 
     tiny_steps, max_turns = 40, 4
-    words = ("bad", "bag", "bed", "beg", "cab", "dab", "fab", "fad", "fed", "gab", "had", "hag")
+    words: tuple[str, ...] = ("bad", "bag", "bed", "beg", "cab", "dab", "fab", "fad", "fed", "gab", "had", "hag")
 
     def __init__(self, rng: random.Random) -> None:
         self.word = rng.choice(self.words)
@@ -177,22 +177,18 @@ class Wordle(Anchor):
 
 
 EPISODES: dict[str, type[Anchor]] = {"reverse_text": ReverseText, "alphabet_sort": AlphabetSort, "wordle": Wordle}
-ARITHMETIC = "arithmetic"
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(GameConfig, max_steps=24, groups_per_batch=16):
+class CLIConfig(GameConfig, rates=GENTLE_RATES, max_steps=24, groups_per_batch=16):
     """Keys of `python -m recipes.anchors`."""
 
-    anchor: str = chz.field(
-        default="reverse_text",
-        doc=f"{', '.join(EPISODES)}, or {ARITHMETIC}: the sums of rl_basic, without a supervised stage",
-    )
+    anchor: str = chz.field(default="reverse_text", doc=f"the task: {', '.join(EPISODES)}")
 
     @chz.validate
     def _check_anchor(self) -> None:
-        if self.anchor not in (*EPISODES, ARITHMETIC):
-            raise ConfigurationError(f"anchor={self.anchor!r} is unknown; use {', '.join(EPISODES)}, {ARITHMETIC}")
+        if self.anchor not in EPISODES:
+            raise ConfigurationError(f"anchor={self.anchor!r} is unknown; use {', '.join(EPISODES)}")
 
 
 def player(episode: Anchor, rng: random.Random) -> Callable[[list[Message]], Message]:
@@ -207,17 +203,14 @@ def player(episode: Anchor, rng: random.Random) -> Callable[[list[Message]], Mes
 
 async def main(cli: CLIConfig) -> RunSummary | None:
     cli = for_model(cli)
-    kind = EPISODES.get(cli.anchor)
+    kind = EPISODES[cli.anchor]
 
     async def careless_game(renderer: Renderer, rng: random.Random) -> list[Message]:
-        assert kind is not None  # sums have no supervised stage
         episode = kind(rng)
         return await demonstrate(EpisodeEnv(episode), player(episode, rng))
 
-    env = Arithmetic() if kind is None else multi_turn_env(kind)
-    tiny_steps = 0 if kind is None else kind.tiny_steps
-    metrics = ["reward/total", "correct"]
-    return await play_or_train(cli, RECIPE, dataset_of(cli, env), careless_game, metrics, [cli.anchor], tiny_steps)
+    episodes, metrics = dataset_of(cli, multi_turn_env(kind)), ["reward/total", "correct"]
+    return await play_or_train(cli, RECIPE, episodes, careless_game, metrics, [cli.anchor], kind.tiny_steps)
 
 
 if __name__ == "__main__":

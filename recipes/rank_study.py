@@ -158,9 +158,9 @@ def optimum(rates: Sequence[float], values: Sequence[float], sign: int) -> float
 
 
 def optima(runs: "pandas.DataFrame", algorithm: str, sign: int) -> dict[int, dict[int, float]]:
-    """rank -> seed -> `optimum`, of seeds with a finished run of every rate."""
+    """rank -> seed -> `optimum`, of seeds with a finished run of every rate; full fine-tuning stands as rank 0."""
     found: dict[int, dict[int, float]] = {}
-    of = runs[runs[PART] == algorithm]
+    of = runs[runs[PART] == algorithm].fillna({RANK: 0})
     rates = sorted(of[RATE].unique())
     for (rank, seed), some in of.groupby([RANK, SEED_KEY]):
         values = some.set_index(RATE)[VALUE]
@@ -227,7 +227,24 @@ def sentences(cli: CLIConfig, runs: "pandas.DataFrame") -> list[str]:
             f"{how}{at_edge}."
         )
         said.append(f"{name}: {_of_best(cli, runs, name, sign)}")
+    if cli.full:
+        said.append(_of_full(cli, runs))
     return said
+
+
+def _of_full(cli: CLIConfig, runs: "pandas.DataFrame") -> str:
+    """The best rate of full fine-tuning, next to that of the highest rank, and the metric at both."""
+    high = cli.chosen_ranks[-1]
+    full, adapter = (optima(runs, name, FULL.sign).get(rank, {}) for name, rank in ((FULL_NAME, 0), ("sft", high)))
+    shared = [seed for seed in full if seed in adapter]
+    if not shared:
+        return f"full fine-tuning: nothing to compare; it takes a finished run of every rate, and of rank {high}."
+    shift = student_mean([adapter[seed] - full[seed] for seed in shared])
+    best = [select(runs, {PART: FULL_NAME, SEED_KEY: seed})[VALUE].min() for seed in shared]
+    return (
+        f"full fine-tuning: its best rate is {as_rate(student_mean([full[seed] for seed in shared]))}, with {FULL.metric} "
+        f"{cell(student_mean(best), 3)}; that of rank {high} is higher by {cell(shift)} decades."
+    )
 
 
 def _of_best(cli: CLIConfig, runs: "pandas.DataFrame", name: str, sign: int) -> str:

@@ -152,6 +152,19 @@ class TestRank:
         assert "depends on the rank" in sft and "edge" not in sft
         assert "rl: from rank 1 to 64 the best rate moves by" in rl and "no dependence is seen" in rl
         assert "rank 1 minus rank 64" in at_best
+        full = [
+            {"part": "full", "seed": seed, "learning_rate": rate, "value": (math.log10(rate) + 2.8) ** 2}
+            for rate in (1e-4, 1e-3, 1e-2, 1e-1) for seed in (0, 1)
+        ]  # fmt: skip
+        with_full = pandas.concat([runs, pandas.DataFrame(full)])
+        said = rank_study.sentences(
+            rank_study.CLIConfig(algorithms=("sft",), ranks=(1, 64), rates=(1e-3, 1e-2, 1e-1), full=True), with_full
+        )[-1]
+        # The rank's optima are -1.8 and -1.79, so 1 and 1.01 decades above.
+        assert (
+            said.startswith("full fine-tuning: its best rate is 1.6e-03")
+            and "higher by 1.00 [0.94, 1.07] decades" in said
+        )
         (of_sft, _) = rank_study.tables(cli, runs)
         assert [row[0] for row in of_sft.rows] == ["1", "64"] and of_sft.rows[0][-1].startswith("6.4e-03")
 
@@ -173,7 +186,7 @@ class TestRank:
         # The same data and base model: before training all have the same held-out loss, adapters or not.
         assert runs["before"].max() - runs["before"].min() < 1e-4
         assert (runs["value"] < runs["before"]).sum() >= 8
-        assert "full fine-tuning on the data of sft" in (tmp_path / "study" / "rank_study.md").read_text()
+        assert "full fine-tuning: its best rate is" in (tmp_path / "study" / "rank_study.md").read_text()
 
 
 class TestFullFineTuning:
