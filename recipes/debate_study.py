@@ -230,6 +230,11 @@ def _mean(rows: Sequence[Mapping[str, float]], key: str) -> float:
     return fmean(values) if values else 0.0
 
 
+def sampler_of(state_path: str | None) -> str | None:
+    """The sampler weights that were saved with a training state, as a run's last checkpoint has both; None: the base model."""
+    return None if state_path is None else state_path.replace("/weights/", "/sampler_weights/")
+
+
 async def run_one(cli: CLIConfig, folder: Path, protocol: str, seed: int, before: Measured) -> Run:
     """Train for as many whole updates as the tokens allow, estimated from the rollout length before training; then
     measure.
@@ -391,7 +396,7 @@ async def study(cli: CLIConfig) -> list[Run]:
         earlier = earlier_runs(folder, cli)
         known = {run.protocol: run.before for run in earlier.values()}
         before = {
-            protocol: known.get(protocol) or await measure(cli, protocol, cli.load_checkpoint_path)
+            protocol: known.get(protocol) or await measure(cli, protocol, sampler_of(cli.load_checkpoint_path))
             for protocol in cli.protocols
         }
         asked = [(protocol, seed) for seed in cli.seeds for protocol in cli.protocols]
