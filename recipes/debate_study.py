@@ -39,7 +39,7 @@ from tinker_cookbook.models import info as model_info
 from tinker_cookbook.report.tables import markdown_table, print_table
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.rollouts import do_batch_rollout, finished_groups
-from tinker_cookbook.runs.checkpoints import get_last_checkpoint
+from tinker_cookbook.runs.checkpoints import get_last_checkpoint, sampler_of
 from tinker_cookbook.runs.metadata import changed_keys
 from tinker_cookbook.stores.folder import one_writer, open_folder
 from tinker_cookbook.stores.training_store import CONFIG_BASE_NAME
@@ -228,11 +228,6 @@ def _mean(rows: Sequence[Mapping[str, float]], key: str) -> float:
     """The mean over answers with a verdict; 0 without any."""
     values = [row[key] for row in rows if key in row]
     return fmean(values) if values else 0.0
-
-
-def sampler_of(state_path: str | None) -> str | None:
-    """The sampler weights that were saved with a training state, as a run's last checkpoint has both; None: the base model."""
-    return None if state_path is None else state_path.replace("/weights/", "/sampler_weights/")
 
 
 async def run_one(cli: CLIConfig, folder: Path, protocol: str, seed: int, before: Measured) -> Run:

@@ -30,6 +30,7 @@ from tinker_cookbook.debate.judges import StepJudgeConfig, check_judge
 from tinker_cookbook.debate.oversight import OVERSIGHT_ADVANTAGE
 from tinker_cookbook.env.shipped.questions.collatz import LABELS, next_number
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.runs.checkpoints import sampler_of
 from tinker_cookbook.utils.files import read_json_object, read_jsonl, write_json
 
 
@@ -145,9 +146,9 @@ def test_a_study_of_a_checkpoint_measures_that_checkpoint_first(tmp_path: Path) 
     ]
     run_recipe(sl_basic.CLIConfig, sl_basic.main, argv=keys)
     cli = for_model(CLIConfig(load_checkpoint_path=str(tmp_path / "run"), num_test=4, samples=2))
-    path = debate_study.sampler_of(cli.load_checkpoint_path)
+    path = sampler_of(cli.load_checkpoint_path)
     trained, base = (asyncio.run(debate_study.measure(cli, "truth", one)) for one in (path, None))
-    assert path is not None and "/sampler_weights/" in path and debate_study.sampler_of(None) is None
+    assert path is not None and "/sampler_weights/" in path and sampler_of(None) is None
     assert trained.tokens_per_rollout != base.tokens_per_rollout
 
 
