@@ -44,7 +44,7 @@ from tinker_cookbook.models import info as model_info
 from tinker_cookbook.report.tables import print_table
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.rollouts import do_batch_rollout, finished_groups
-from tinker_cookbook.runs.checkpoints import get_last_checkpoint
+from tinker_cookbook.runs.checkpoints import get_last_checkpoint, sampler_of
 from tinker_cookbook.runs.metadata import changed_keys
 from tinker_cookbook.stores.folder import one_writer, open_folder
 from tinker_cookbook.stores.training_store import CONFIG_BASE_NAME
@@ -311,7 +311,7 @@ async def study(cli: CLIConfig) -> list[Run]:
         started, measured = time.perf_counter(), 0.0
         for base, protocol in dict.fromkeys((base, protocol) for base, protocol, _ in asked):
             if (base, protocol) not in before:
-                found = await measure(bases[base], protocol, cli.load_checkpoint_path)
+                found = await measure(bases[base], protocol, sampler_of(cli.load_checkpoint_path))
                 before[base, protocol] = found
                 measured += found.tokens_per_rollout * len(found.correct_I) * cli.samples
         per_token = (time.perf_counter() - started) / measured * TRAINING_FACTOR if measured else None

@@ -46,7 +46,9 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 def make_dataset_builder(cli: CLIConfig) -> DatasetBuilder:
     """The taskset of resolved keys, checked. Raises ConfigurationError."""
-    return dataset_of(cli, cli.fill(VerifiersEnvironment, verifiers_args=_nested(cli.verifiers_args)))
+    flat = {name: getattr(cli, name) for name in ("taskset_args", "test_taskset_args", "verifiers_args")}
+    nested = {name: None if keys is None else _nested(keys) for name, keys in flat.items()}
+    return dataset_of(cli, cli.fill(VerifiersEnvironment, **nested))
 
 
 async def main(cli: CLIConfig) -> RunSummary:

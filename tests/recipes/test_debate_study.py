@@ -10,7 +10,7 @@ from typing import Any
 import pandas
 import pytest
 
-from recipes import debate_study
+from recipes import debate_study, sl_basic
 from recipes.common import for_model
 from recipes.debate_results import (
     COLUMNS,
@@ -34,6 +34,7 @@ from tinker_cookbook.debate.judges import StepJudgeConfig, check_judge
 from tinker_cookbook.debate.oversight import OVERSIGHT_ADVANTAGE
 from tinker_cookbook.env.shipped.questions.collatz import LABELS, next_number
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.runs.checkpoints import sampler_of
 from tinker_cookbook.utils.files import read_json_object, read_jsonl, write_json
 
 
@@ -205,6 +206,23 @@ def test_a_run_s_config_takes_the_keys_and_the_signals_own_advantages(tmp_path: 
     config = run_config(for_model(CLIConfig()), tmp_path, "debate", 0, 2, 3)
     assert (config.advantage, config.loss_fn) == (OVERSIGHT_ADVANTAGE, "importance_sampling")
     assert run_config(for_model(CLIConfig(loss_fn="cispo")), tmp_path, "truth", 0, 2, 3).loss_fn == "cispo"
+
+
+def test_a_study_of_a_checkpoint_measures_that_checkpoint_first(tmp_path: Path) -> None:
+    """Trained weights are loaded from a state, and measured by the sampler weights that were saved with it."""
+    keys = [
+        "max_steps=1",
+        "eval_every=0",
+        "model_name=tiny_debate",
+        "learning_rate=0.05",
+        f"log_path={tmp_path / 'run'}",
+    ]
+    run_recipe(sl_basic.CLIConfig, sl_basic.main, argv=keys)
+    cli = for_model(CLIConfig(load_checkpoint_path=str(tmp_path / "run"), num_test=4, samples=2))
+    path = sampler_of(cli.load_checkpoint_path)
+    trained, base = (asyncio.run(debate_study.measure(cli, "truth", one)) for one in (path, None))
+    assert path is not None and "/sampler_weights/" in path and sampler_of(None) is None
+    assert trained.tokens_per_rollout != base.tokens_per_rollout
 
 
 class TestGoingOn:

@@ -65,6 +65,11 @@ def newest_of_run(path: str | None, kind: Literal["state_path", "sampler_path"])
     return record.state_path if kind == "state_path" else record.sampler_path
 
 
+def sampler_of(state_path: str | None) -> str | None:
+    """The sampler weights that were saved with a training state, as a run's last checkpoint has both; None: the base model."""
+    return None if state_path is None else state_path.replace("/weights/", "/sampler_weights/")
+
+
 def append_checkpoint(log_dir: str | Path, record: CheckpointRecord) -> None:
     """Append a checkpoint to the list. Call it when its weights are saved, not before.
 
