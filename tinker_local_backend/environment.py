@@ -44,7 +44,7 @@ class Variable:
     parse: Callable[[str], Any] = str
 
 
-def _integer(minimum: int) -> Callable[[str], int]:
+def _integer(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
     def parse(text: str) -> int:
         try:
             number = int(text)
@@ -52,6 +52,8 @@ def _integer(minimum: int) -> Callable[[str], int]:
             raise ValueError("must be an integer") from None
         if number < minimum:
             raise ValueError(f"must be at least {minimum}")
+        if maximum is not None and number > maximum:
+            raise ValueError(f"must be at most {maximum}")
         return number
 
     return parse
@@ -181,6 +183,11 @@ VARIABLES = {
         "seconds that a process under torchrun may take to load a model or for one micro-batch; default 1,800 "
         "([distributed.md](distributed.md))",
         _integer(1),
+    ),
+    "TINKER_LOCAL_EXACT_ROWS": Variable(
+        "on a GPU: every decode step has so many rows, and every prompt is computed alone, so that a sample's bits depend on "
+        "nothing else that runs ([gpu.md](gpu.md#what-holds-to-the-bit)); default: steps as large as needed",
+        _integer(1, 512),
     ),
     "TINKER_LOCAL_VLLM_PYTHON": Variable("python of the environment that has vLLM; default: this one", _program),
     "TINKER_LOCAL_VLLM_URL": Variable("a vLLM server to use instead of a local process", _url),

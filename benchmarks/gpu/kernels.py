@@ -1,6 +1,6 @@
 """Each kernel of the CUDA path alone, at the shapes of a model: time, and bytes per second as a share of the copy's rate.
 
-Decode attention and the kernels of adapters are also timed with other blocks, stages and warps than those that are set.
+Decode attention and the kernels of adapters and of limits are also timed with other blocks, stages and warps.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from unittest import mock
 
@@ -20,7 +21,7 @@ from benchmarks.gpu.models import shape_of
 from benchmarks.gpu.visit import Visit
 from benchmarks.models import Shape
 from benchmarks.report import NOT_MEASURED, number
-from tinker_local_backend.engine.cuda import ops
+from tinker_local_backend.engine.cuda import ops, plain
 from tinker_local_backend.engine.cuda.adapter_slots import SLOTS, padded_rank, row_blocks
 from tinker_local_backend.engine.model.kv_cache import PAGE_TOKENS
 
@@ -97,6 +98,8 @@ def _decoding(visit: Visit, shape: Shape) -> Iterator[Kernel]:
         yield _lora(visit, "gate, up", rows, adapters, width, [shape.mlp, 2 * shape.mlp])
         yield _lora(visit, "down", rows, adapters, shape.mlp, [width])
     yield from _between(visit, shape, 64 if visit.on_gpu else 4)
+    for rows in (64, 256, 1) if visit.on_gpu else (4,):
+        yield from limits(visit, shape, rows)
 
 
 def _training(visit: Visit, shape: Shape) -> Iterator[Kernel]:
@@ -160,9 +163,20 @@ def _between(visit: Visit, shape: Shape, tokens: int, backward: bool = False) ->
         yield Kernel("SwiGLU, backward", size, 2.5 * gate_up.numel() * item, run)
 
 
+def limits(visit: Visit, shape: Shape, rows: int) -> Iterator[Kernel]:
+    """Top-p alone and after top-k, by the kernel and by sorting, which it has replaced."""
+    probs = torch.randn(rows, shape.vocab, device=visit.device).mul_(3).softmax(-1)
+    top_p, min_p = torch.full((rows,), 0.95, device=visit.device), torch.zeros(rows, device=visit.device)
+    for name, k in (("top-p", 0), ("top-k and top-p", 50)):
+        arguments = (probs, torch.full((rows,), k, device=visit.device), top_p, min_p)
+        size, moved = f"{rows} rows of {shape.vocab:,}", 8 * probs.numel()
+        yield Kernel(name, size, moved, partial(ops.truncate, *arguments))
+        yield Kernel(f"{name}, by sorting", size, moved, partial(plain.truncate, *arguments))
+
+
 def _variants(visit: Visit, shape: Shape) -> None:
     """Other constants of the launchers; the fastest first."""
-    from tinker_local_backend.engine.cuda import lora_kernels, paged_attention_kernels
+    from tinker_local_backend.engine.cuda import choice_kernels, lora_kernels, paged_attention_kernels
 
     attention = _attention(visit, shape, *DECODE_SHAPES[0])
     names = ("BLOCK_TOKENS", "STAGES", "WARPS")
@@ -175,6 +189,8 @@ def _variants(visit: Visit, shape: Shape) -> None:
     lora = _lora(visit, "queries, keys, values", 64, SLOTS, shape.hidden, ends)
     splits = itertools.product((4, 8, 16), (64, 128), (64, 128))
     _timed(visit, lora, lora_kernels, ("SPLITS", "BLOCK_IN", "BLOCK_OUT"), list(splits))
+    top_p, *_ = limits(visit, shape, 64)
+    _timed(visit, top_p, choice_kernels, ("BLOCK", "WARPS"), list(itertools.product((2048, 4096, 8192), (4, 8, 16))))
 
 
 def _timed(

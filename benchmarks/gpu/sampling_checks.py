@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,6 +13,10 @@ from benchmarks.gpu.models import fill_adapter
 from benchmarks.ours import completion_datum
 from benchmarks.workload import TrainingSequence
 from tinker_local_backend import SamplingClient, TrainingClient
+from tinker_local_backend.engine.cuda.execution import DECODING, CudaExecution
+from tinker_local_backend.engine.cuda.generation import BurstGenerator
+from tinker_local_backend.engine.sampling.requests import SamplingRequest
+from tinker_local_backend.engine.sampling.sampler import SamplingResult, Ticket
 
 SAMPLING = (
     {"temperature": 1.0},
@@ -118,6 +123,46 @@ def seeds_alone_and_in_a_crowd(case: Case) -> None:
     case.findings.require(f"{case.name}: samples of one request differ", distinct > 1, f"{distinct} of 8 are distinct")
 
 
+EXACT_ROWS, EXACT_CACHE = 8, 4096
+"""Rows of a step, and tokens of the cache, of the generator of the next check."""
+
+
+def exact_rows(case: Case) -> None:
+    """With steps of one size and prompts on their own a sample has the same bits alone and in a crowd. No library promises that;
+    this tells whether their products keep it on this device."""
+    execution = case.model.execution
+    if not (isinstance(execution, CudaExecution) and execution.runs(DECODING)):
+        return
+    adapter = case.adapter.snapshot(case.model.dtype)
+    requests = [
+        SamplingRequest(tuple(prompt), adapter if i % 2 else None, 1, TOKENS, temperature=0.8, seed=i)
+        for i, prompt in enumerate(case.prompts)
+    ]
+
+    def sampled(*chosen: SamplingRequest) -> list[tuple[list[int], list[float]]]:
+        seeds = itertools.count(1).__next__
+        generator = BurstGenerator(case.model, EXACT_CACHE, seeds, execution.graphs, exact_rows=EXACT_ROWS)
+        found: list[list[SamplingResult | BaseException]] = [[] for _ in chosen]
+        for request, results in zip(chosen, found, strict=True):
+            generator.add(Ticket(request, results.append, lambda: False))
+        while generator.busy:
+            generator.step()
+        samples = []
+        for (result,) in found:
+            if isinstance(result, BaseException):
+                raise result
+            samples.append((result.sequences[0].tokens, result.sequences[0].logprobs))
+        return samples
+
+    def on_worker() -> int:
+        alone = [sampled(request)[0] for request in requests]
+        return sum(one != other for one, other in zip(alone, sampled(*requests), strict=True))
+
+    differ = case.engine.service._engine.submit("exact rows", on_worker).result()
+    name = f"{case.name}: exact rows, sequences whose bits differ alone and in a crowd"
+    case.findings.check(name, differ, 0, f"{len(requests)} sequences, steps of {EXACT_ROWS} rows")
+
+
 def sampler_group(sampler: SamplingClient, prompt: list[int]) -> list[list[int]]:
     """Eight samples of one request."""
     return [sequence.tokens for sequence in sampler.sample(_input(prompt), 8, _params(3)).result().sequences]
@@ -153,5 +198,6 @@ CHECKS = (
     adapters_in_one_batch,
     prompt_logprobs,
     seeds_alone_and_in_a_crowd,
+    exact_rows,
     snapshots_are_frozen,
 )

@@ -14,15 +14,18 @@ from tinker_local_backend.engine.sampling.truncation import CANDIDATES, sorted_t
 
 
 class Sorts(TorchDispatchMode):
-    """Notes the rows and columns of everything that is sorted within."""
+    """Notes the rows and columns of everything that is sorted within, and of everything whose likeliest tokens are looked for."""
 
     def __init__(self) -> None:
         super().__init__()
         self.shapes: list[tuple[int, ...]] = []
+        self.looked_at: list[tuple[int, ...]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket in (torch.ops.aten.sort, torch.ops.aten.argsort):
             self.shapes.append(tuple(args[0].shape))
+        if func.overloadpacket is torch.ops.aten.topk:
+            self.looked_at.append(tuple(args[0].shape))
         return func(*args, **(kwargs or {}))
 
 
@@ -67,7 +70,9 @@ def test_only_rows_that_need_it_are_sorted() -> None:
 
 def test_rows_without_limits_are_left_as_they_are() -> None:
     case = limits_case(3 * CANDIDATES, 1.0, limits=[(0, 1.0, 0.0), (0, 0.5, 0.0), (-1, 2.0, 0.0)])
-    kept = truncated(*case.arguments)
+    with Sorts() as sorts:
+        kept = truncated(*case.arguments)
+    assert sorts.looked_at == [(1, 3 * CANDIDATES)]
     assert torch.equal(kept[[0, 2]], case.probs[[0, 2]]) and not torch.equal(kept[1], case.probs[1])
 
 

@@ -25,6 +25,7 @@ from tinker_local_backend.engine.model.mixers import quiet_fallbacks
 from tinker_local_backend.engine.model.sharding import Ranks
 from tinker_local_backend.engine.sampling.generation import Generator
 from tinker_local_backend.engine.training.activations import ActivationBudget
+from tinker_local_backend.errors import ModelLoadError
 
 logger = logging.getLogger(__name__)
 
@@ -87,10 +88,18 @@ def start(model: BaseModel) -> Execution | None:
 
 
 def new_generator(model: BaseModel, kv_budget_tokens: int, random_seed: Callable[[], int]) -> Generator:
-    """The generator of a model: with captured CUDA decode steps where its execution has them."""
-    execution = model.execution
+    """The generator of a model: with captured CUDA decode steps where its execution has them.
+
+    Raises ModelLoadError where TINKER_LOCAL_EXACT_ROWS asks for what only these give.
+    """
+    execution, exact_rows = model.execution, environment.read("TINKER_LOCAL_EXACT_ROWS")
     if isinstance(execution, CudaExecution) and execution.runs(DECODING):
-        return BurstGenerator(model, kv_budget_tokens, random_seed, execution.graphs)
+        return BurstGenerator(model, kv_budget_tokens, random_seed, execution.graphs, exact_rows=exact_rows)
+    if exact_rows is not None:
+        raise ModelLoadError(
+            f"TINKER_LOCAL_EXACT_ROWS={exact_rows} needs captured decode steps, which model {model.name!r} on {model.device} "
+            "does not have (get_info().execution says why); unset it"
+        )
     return Generator(model, kv_budget_tokens, random_seed)
 
 

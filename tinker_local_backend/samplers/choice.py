@@ -12,6 +12,7 @@ from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.memory_plan import SCORING_TOKENS
 from tinker_local_backend.engine.models import new_generator
 from tinker_local_backend.engine.sampling.sampler import Post, Sampler
+from tinker_local_backend.errors import RequestError
 from tinker_local_backend.replicas.group import replicas
 from tinker_local_backend.replicas.sampler import ReplicaSampler
 from tinker_local_backend.samplers.vllm import VllmSampler
@@ -28,6 +29,10 @@ def make_sampler(model: BaseModel, kv_tokens: int, random_seed: Callable[[], int
         return ReplicaSampler(model, random_seed, post, group)
     if environment.read("TINKER_LOCAL_SAMPLER") != "vllm":
         return new_generator(model, kv_tokens, random_seed)
+    if environment.read("TINKER_LOCAL_EXACT_ROWS") is not None:
+        raise RequestError(
+            "TINKER_LOCAL_EXACT_ROWS is for the engine's own sampler, and vLLM samples: unset one of them"
+        )
     if environment.read("TINKER_LOCAL_KV_CACHE_TOKENS") is None:
         kv_tokens = min(kv_tokens, SCORING_TOKENS)  # the rest is vLLM's, and for training
     generator = new_generator(model, kv_tokens, random_seed)

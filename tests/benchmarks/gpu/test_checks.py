@@ -1,5 +1,6 @@
 """Checks of correctness hold on the CPU, and a planted fault of each kind is caught and named."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +9,9 @@ import torch
 from benchmarks.gpu import sampling_checks, state_checks, training_checks
 from benchmarks.gpu.case import Case
 from benchmarks.gpu.findings import Findings
+from benchmarks.gpu.stand_ins import graphs_for
+from tinker_local_backend.engine.cuda.decoder import Decoder
+from tinker_local_backend.engine.cuda.execution import CudaExecution
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.sampling import decode_batch, generation
 from tinker_local_backend.engine.training import micro_batch, trainer
@@ -109,3 +113,21 @@ def test_the_reference_leaves_the_engine_alone(case: Case) -> None:
     training_checks.losses_against_float64(case)
     sampling_checks.prompt_logprobs(case)
     assert failed(case.findings) == []
+
+
+def test_steps_that_are_not_of_one_size_are_noticed(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    sampling_checks.exact_rows(case)
+    assert case.findings.checks == [], "it is about captured steps"
+    monkeypatch.setattr(case.model, "execution", CudaExecution(case.model, graphs_for(case.model.device)))
+    sampling_checks.exact_rows(case)
+    assert [check.ok for check in case.findings.checks] == [True]
+    original = Decoder.run
+
+    def drifting(decoder: Any, rows: Any, *rest: Any, **named: Any) -> Any:
+        burst = original(decoder, rows, *rest, **named)
+        return replace(burst, logprobs=burst.logprobs + 1e-6 * len(rows))
+
+    monkeypatch.setattr(Decoder, "run", drifting)
+    sampling_checks.exact_rows(case)
+    (check,) = case.findings.checks[1:]
+    assert not check.ok and check.measured == len(case.prompts)

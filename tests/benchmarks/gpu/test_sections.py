@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import agreement, decoding, marks, placement, visit_report
+from benchmarks.gpu import agreement, decoding, kernels, marks, placement, visit_report
 from benchmarks.gpu.counting import count_step, top_kernels
 from benchmarks.gpu.decoding import Cell, step_bytes
 from benchmarks.gpu.findings import COMPLETE, Check, Findings, describe
@@ -263,6 +263,17 @@ def test_reads_of_the_device_are_listed_with_their_places() -> None:
     assert [found.error for found in (decode, *training)] == [None] * (1 + len(placement.LOSSES))
     assert decode.reads and all(place.startswith("tinker_local_backend/engine/") for _, place in decode.reads)
     assert all(any("engine/training/trainer.py:" in place for _, place in found.reads) for found in training)
+
+
+def test_limits_are_timed_beside_the_sort_that_they_replace(visit: Visit) -> None:
+    found = list(kernels.limits(visit, shape_of("tiny"), 3))
+    assert [kernel.name for kernel in found] == [
+        *("top-p", "top-p, by sorting", "top-k and top-p", "top-k and top-p, by sorting")
+    ]
+    results: list[Any] = [kernel.run() for kernel in found]
+    assert torch.equal(results[0], results[1]) and torch.equal(results[2], results[3])
+    assert 0 < int((results[2] > 0).sum()) < int((results[0] > 0).sum()) < results[0].numel()
+    assert found[0].bytes == 2 * results[0].nbytes  # read and written
 
 
 def test_descriptions_name_running_out_of_memory() -> None:

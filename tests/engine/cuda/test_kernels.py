@@ -68,7 +68,7 @@ def _attended(kernels: SimpleNamespace, dtype: torch.dtype, rows: Rows) -> Outpu
 
 
 def _adapted(kernels: SimpleNamespace, dtype: torch.dtype, rows: Rows) -> Outputs:
-    case = lora_case([i % 3 if i % 5 else 2 for i in range(TOKENS)], dtype, (300, 96), 32, (64,))
+    case = lora_case([i % 3 if i % 5 else 2 for i in range(TOKENS)], dtype, (700, 96), 32, (64,))
     slots = [case.slots[row] for row in rows]
     order, blocks = (torch.from_numpy(array).to(here().device) for array in row_blocks(slots, len(slots)))
     y = case.y[rows].clone()

@@ -158,9 +158,36 @@ def test_what_the_kernel_cannot_do_is_left_to_the_segments() -> None:
     assert torch.equal(by_call, by_segment)
 
 
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Heads of queries, keys and values of each call of the kernel. Whatever goes segment by segment is an error."""
+    heads: list[tuple[int, ...]] = []
+    original = varlen._varlen
+
+    def noted(*tensors: Any, **options: Any) -> torch.Tensor:
+        heads.append(tuple(tensor.shape[1] for tensor in tensors[:3]))
+        return original(*tensors, **options)
+
+    def refuse(*arguments: Any) -> torch.Tensor:
+        raise AssertionError("attention segment by segment")
+
+    monkeypatch.setattr(varlen, "_varlen", noted)
+    monkeypatch.setattr(PackedPlan, "attend", refuse)
+    return heads
+
+
+def test_the_kernel_gets_as_many_key_heads_as_there_are(seen: list[tuple[int, ...]]) -> None:
+    """It takes fewer than of queries, in every version of torch: nothing is repeated, with shared prefixes or without."""
+    layer = LayerAttention(0, 0.3, None, None)
+    for packed in (packed_groups([(9, [2, 3])]), packed_groups([(0, [4, 5])])):
+        tensors = random_tensors(len(packed.tokens), seed=0)[:3]
+        VarlenPlan.of(PackedPlan(packed.segments), torch.device("cpu")).attend(layer, *tensors)
+    assert seen == 2 * [(HEADS, KV, KV)] and KV < HEADS
+
+
 @pytest.mark.parametrize("window", [None, 7])
-def test_a_pass_whose_segments_begin_in_the_cache(window: int | None) -> None:
-    """Against a masked matrix over all tokens of each sequence: pieces of prompts, beside whole ones and a shared prefix."""
+def test_a_pass_whose_segments_begin_in_the_cache(window: int | None, seen: list[tuple[int, ...]]) -> None:
+    """In one call, against a masked matrix over all tokens of each sequence: pieces of prompts, whole ones, a shared prefix."""
     layer = LayerAttention(0, 0.3, None, window)
     cache = KVCache({0: LayerShape(KV, DIM, DIM)}, torch.float64, torch.device("cpu"), 6)
     pasts, news = [PAGE_TOKENS + 3, 0, 5, PAGE_TOKENS], [4, 6, 1, 2]
@@ -183,6 +210,7 @@ def test_a_pass_whose_segments_begin_in_the_cache(window: int | None) -> None:
     plan = PackedPlan(segments, cache, KVSlots(*(torch.tensor(column) for column in zip(*entries, strict=True))))
     got = VarlenPlan.of(plan, torch.device("cpu")).attend(layer, *tensors)
     wholes.append([torch.cat((a, b), dim=2) for a, b in zip(wholes[1][:3], tail[:3], strict=True)])
+    assert seen == [(HEADS, KV, KV)]
     end = 0
     for whole, new in zip(wholes, [*news, 3], strict=True):
         packed = packed_groups([(0, [whole[0].shape[2]])])

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tinker_local_backend.engine.cuda.plain import BLOCK_ROWS
 from tinker_local_backend.engine.model.expert_matrices import ExpertMatrix, ExpertSlots
 from tinker_local_backend.engine.model.lora import Adapter, LoraLinear
 from tinker_local_backend.engine.model.lora_spec import ExpertLayout
@@ -22,8 +23,6 @@ from tinker_local_backend.engine.model.lora_targets import LoraTargets
 SLOTS = 8
 """Adapters that one batch can use. Rows that use more are decoded in turns."""
 
-BLOCK_ROWS = 16
-"""Rows of one adapter per program of the LoRA kernels."""
 
 MIN_RANK = 16
 """The kernels need ranks that are powers of two and at least this; smaller ones are padded with zeros."""

@@ -52,9 +52,13 @@ class Decoder:
 
     Args:
         max_tokens: length limit of a sequence.
+        exact_rows: rows of every step, which then has one form for rows with and without limits; None: as many as are needed.
     """
 
-    def __init__(self, model: BaseModel, cache: KVCache, graphs: Graphs, max_tokens: int):
+    def __init__(
+        self, model: BaseModel, cache: KVCache, graphs: Graphs, max_tokens: int, exact_rows: int | None = None
+    ):
+        self._exact_rows = exact_rows
         self._model, self._cache, self._graphs = model, cache, graphs
         self.state = StepState(BUCKETS[-1], pages_for(max_tokens), BURST, model.device)
         self.slots = AdapterSlots(model.products, model.dtype, model.device, model.targets)
@@ -73,13 +77,15 @@ class Decoder:
         row, there is one step. `wants_logits`: give the logits of the last step, for which each captured step then keeps memory.
         """
         assert allowed_RW is None or steps == 1
-        bucket = BUCKETS[bisect.bisect_left(BUCKETS, len(rows))]
+        bucket = self._exact_rows or BUCKETS[bisect.bisect_left(BUCKETS, len(rows))]
         adapters = [row.request.adapter for row in rows]
         used = [adapter for adapter in adapters if adapter is not None]
         if self.slots.fit(used):
             self._graphs.release()
         slots = self.slots.assign(adapters)
-        limited = any(r.request.top_k > 0 or r.request.top_p < 1 or r.request.min_p > 0 for r in rows)
+        limited = self._exact_rows is not None or any(
+            r.request.top_k > 0 or r.request.top_p < 1 or r.request.min_p > 0 for r in rows
+        )
         words = None if allowed_RW is None else allowed_RW.shape[1]
         replay, tempered = self._step((bucket, bool(used), limited, words, wants_logits))
         self.state.load(rows, slots, bucket)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+import torch
+
 from tinker_local_backend.engine.cuda.adapter_slots import SLOTS, layouts_of
 from tinker_local_backend.engine.cuda.decoder import BUCKETS, BURST, Decoder
 from tinker_local_backend.engine.cuda.graphs import Graphs
@@ -21,7 +23,11 @@ from tinker_local_backend.engine.sampling.pages import PAGE_TOKENS, pages_for
 
 
 class BurstGenerator(Generator):
-    """A Generator whose decode steps are captured by `graphs`."""
+    """A Generator whose decode steps are captured by `graphs`.
+
+    With `exact_rows` every step has so many rows and every prompt is computed alone, so that a sample's bits depend on its
+    request and not on what else runs, as far as products of one size have this property (docs/gpu.md).
+    """
 
     fixed_pages = True
     tokens_per_step = BURST
@@ -35,9 +41,18 @@ class BurstGenerator(Generator):
         graphs: Graphs,
         prefill_tokens: int | None = None,
         max_running: int = BUCKETS[-1],
+        exact_rows: int | None = None,
     ):
-        super().__init__(model, kv_budget_tokens, random_seed, prefill_tokens, min(max_running, BUCKETS[-1]))
-        self.decoder = Decoder(model, self._cache, graphs, min(model.context_length, kv_budget_tokens))
+        most = min(max_running, exact_rows or BUCKETS[-1])
+        super().__init__(model, kv_budget_tokens, random_seed, prefill_tokens, most)
+        longest = min(model.context_length, kv_budget_tokens)
+        self.decoder = Decoder(model, self._cache, graphs, longest, exact_rows)
+        self._scheduler.alone = exact_rows is not None
+
+    def _emit(self, batch: DecodeBatch, hidden_RH: torch.Tensor) -> None:
+        # The sums of an eager choice of tokens depend on their number: the next step feeds the last token of these prompts again.
+        if not self._scheduler.alone:
+            super()._emit(batch, hidden_RH)
 
     def _decode(self) -> None:
         batch = self._batches.next_batch(self._running)
@@ -122,7 +137,7 @@ def _end(row: Running) -> int:
 def _decode_row(row: Running) -> DecodeRow:
     return DecodeRow(
         request=row.ticket.request,
-        token=row.sequence.tokens[-1],
+        token=row.sequence.tokens[-1] if row.sequence.tokens else row.ticket.request.prompt[-1],
         position=row.length,
         end=_end(row),
         pages=[page.slot for page in row.table.pages],

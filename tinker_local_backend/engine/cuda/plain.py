@@ -8,6 +8,9 @@ from torch.nn import functional as F
 
 from tinker_local_backend.engine.sampling.truncation import sorted_truncated
 
+BLOCK_ROWS = 16
+"""of a block of `lora_add`"""
+
 
 def paged_attention(
     query: Tensor,
@@ -94,12 +97,13 @@ def lora_add(
     for slot, first, count in blocks.tolist():
         if count:
             rows = order[first : first + count].long()
-            inner = F.linear(x[rows], a[slot]).split(rank, dim=1)
+            # Always as many rows, as in the kernel: a library may compute a row in another way where there are others.
+            inner = F.linear(F.pad(x[rows], (0, 0, 0, BLOCK_ROWS - count)), a[slot]).split(rank, dim=1)
             deltas = [
                 F.linear(of_part, b[slot, start:end])
                 for of_part, start, end in zip(inner, [0, *ends], ends, strict=False)
             ]
-            y[rows] += scales[slot] * torch.cat(deltas, dim=1)
+            y[rows] += scales[slot] * torch.cat(deltas, dim=1)[:count]
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

@@ -36,8 +36,8 @@ SLOTS, SNAPSHOTS = 8, 2
 GRAPH_ROWS = 256
 """Rows of the largest captured step that a plan makes room for;"""
 GRAPH_BYTES_OF_LOGIT = 16
-"""four float32 tensors of its logits: about 2.5 MB for a row of 152k ids. Truncated sampling takes more, which training gets back
-when it needs it."""
+"""four float32 tensors of its logits: about 2.5 MB for a row of 152k ids. Limits take one more, which training gets back when it
+needs it."""
 
 CACHE_TOKENS = 8192
 """The KV cache gets at least so many tokens, if these are no more than half of what is divided,"""

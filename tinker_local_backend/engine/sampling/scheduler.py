@@ -76,6 +76,8 @@ class Scheduler:
         self.chunked: list[PrefillTask] = []
         """prompts of which some chunks are computed, at most one of each tenant and kind"""
         self._arrivals = 0
+        self.alone = False
+        """every pass computes one prompt, in chunks of one size and without cached prefixes: it depends on nothing else"""
 
     def add(self, ticket: Ticket) -> None:
         self._arrivals += 1
@@ -117,12 +119,11 @@ class Scheduler:
         if not (self.waiting or self.chunked):
             return
         budget = self._backoff.prefill_tokens
-        pass_ = _Pass(
-            tasks, max(1, budget // RUNNING_SHARE) if running else budget, running // RESERVE_SHARE, rows=running
-        )
+        shared = max(1, budget // RUNNING_SHARE) if running or self.alone else budget
+        pass_ = _Pass(tasks, shared, running // RESERVE_SHARE, rows=running)
         chunked = self._next_chunked(scoring)
         takes_more = chunked is None or self._continue(chunked, pass_)
-        while takes_more and (ticket := self._next_waiting(scoring)) is not None:
+        while takes_more and not (self.alone and tasks) and (ticket := self._next_waiting(scoring)) is not None:
             takes_more = self._admit(ticket, pass_)
         if chunked is None:  # the next request may wait for pages that a prompt in chunks holds
             for task in [task for task in self.chunked if scoring or not scores(_first(task))]:
@@ -211,7 +212,7 @@ class Scheduler:
         request, pool = ticket.request, self._pool
         length = len(request.prompt)
         match = PrefixMatch()
-        if not ticket.wants_scores:
+        if not (ticket.wants_scores or self.alone):
             match = pool.prefixes.lookup(request.weights, request.prompt, request.origin.prefixes)
         left = length - match.tokens
         if pass_.tasks and left > pass_.budget - pass_.tokens:
