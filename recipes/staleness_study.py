@@ -26,7 +26,7 @@ from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.sweeps.points import SEED_KEY, Value, gather_keys
 from tinker_cookbook.sweeps.study import PART, STEPS_KEY, Part, difference, over_seeds, select
 from tinker_cookbook.utils.fields import docs, positive_or_none
-from tinker_cookbook.utils.intervals import Estimate
+from tinker_cookbook.utils.intervals import ANY, Estimate
 from tinker_cookbook.utils.lazy import np, pandas
 
 RECIPE = "staleness_study"
@@ -53,6 +53,8 @@ MEASURES = {
     "reward": 2, "held_out": 2, "fall": 2, "kl": 3, "kl_max": 2, "entropy": 2, "clipped": 3, "masked": 3, "grad_norm": 2
 }  # fmt: skip
 """Shown, with so many decimals."""
+RANGES = {"held_out": (ANY[0], 1.0), "fall": (0.0, ANY[1])}
+"""Of measures whose intervals end somewhere: a right answer is worth 1, and a fall is no rise."""
 
 
 class Form(NamedTuple):
@@ -186,7 +188,9 @@ def tables(cli: CLIConfig, runs: "pandas.DataFrame", tokens: float) -> list[Sect
                 [
                     loss,
                     *(
-                        cell(over_seeds(runs, {PART: loss, K: k, **setting}, name), MEASURES[name])
+                        cell(
+                            over_seeds(runs, {PART: loss, K: k, **setting}, name, RANGES.get(name, ANY)), MEASURES[name]
+                        )
                         for k in form.staleness
                     ),
                 ]
