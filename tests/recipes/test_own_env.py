@@ -78,7 +78,8 @@ def test_a_command_of_the_page(command: str, folder: Path) -> None:
         ("env=my_envs.py:Gess", "my_envs.py has no Gess"),
         (
             "env=gess",
-            "guess_number, twenty_questions, tool_use, code_rl, code_lines, terminal, reverse_text, alphabet_sort, wordle, package.module:object",
+            "guess_number, twenty_questions, tool_use, code_rl, code_lines, terminal, reverse_text, alphabet_sort, wordle, "
+            "package.module:object",
         ),
         (
             "env=my_envs.py:Guess env_args.hihest=3",
