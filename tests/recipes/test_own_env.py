@@ -76,7 +76,11 @@ def test_a_command_of_the_page(command: str, folder: Path) -> None:
         ),
         ("env=my_envs.py:ROWS", "is no class or function but list"),
         ("env=my_envs.py:Gess", "my_envs.py has no Gess"),
-        ("env=gess", "guess_number, twenty_questions, tool_use, code_rl, code_lines, terminal, package.module:object"),
+        (
+            "env=gess",
+            "guess_number, twenty_questions, tool_use, code_rl, code_lines, terminal, reverse_text, alphabet_sort, wordle, "
+            "package.module:object",
+        ),
         (
             "env=my_envs.py:Guess env_args.hihest=3",
             "unexpected keyword argument 'hihest'; it takes env_args.highest",

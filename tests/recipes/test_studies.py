@@ -179,13 +179,21 @@ class TestRank:
 
     @pytest.mark.slow
     def test_ranks_side_by_side_on_one_base_and_full_fine_tuning(self, tmp_path: Path) -> None:
-        keys = ("quick=True", "algorithms=sft", "ranks=1,8", "rates=1e-4,1e-3,1e-2", "seeds=0", "full=True")
+        keys = (
+            "quick=True",
+            "algorithms=sft",
+            "ranks=1,8",
+            "rates=1e-4,1e-3,1e-2",
+            "seeds=0",
+            "full=True",
+            "set.max_steps=2",
+        )
         study(rank_study, tmp_path / "study", *keys)
         runs = pandas.read_parquet(tmp_path / "study" / "runs.parquet")
-        assert runs["part"].tolist() == ["sft"] * 6 + ["full"] * 5
+        assert runs["part"].tolist() == ["sft"] * 6 + ["full"] * 4  # at 1e-5 too
         # The same data and base model: before training all have the same held-out loss, adapters or not.
         assert runs["before"].max() - runs["before"].min() < 1e-4
-        assert (runs["value"] < runs["before"]).sum() >= 8
+        assert (runs["value"] < runs["before"]).sum() >= 7
         assert "full fine-tuning: its best rate is" in (tmp_path / "study" / "rank_study.md").read_text()
 
 
