@@ -230,5 +230,8 @@ class TestTasks:
         assert get_task("qa").judge_context(TaskItem("i", "q" * 3000, "r")) == "q" * 3000
 
     def test_unknown_task(self) -> None:
-        with pytest.raises(ConfigurationError, match=r"task='poetry' is unknown; use code, coin, collatz, .*summary"):
+        with pytest.raises(
+            ConfigurationError,
+            match=r"task='poetry' is unknown; use code, code_inputs, .*summary",
+        ):
             get_task("poetry")

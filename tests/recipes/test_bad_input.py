@@ -85,7 +85,11 @@ class TestBeforeAnyModelIsLoaded:
             (sl_basic, "train_on_what=everything", "train_on_what"),
             (sl_basic, "max_steps=0", "nothing to train on"),
             *(
-                (recipe, "task=poetry", "task='poetry' is unknown; use code, coin, collatz, confidence")
+                (
+                    recipe,
+                    "task=poetry",
+                    "task='poetry' is unknown; use code, code_inputs, code_lines, coin, collatz, confidence",
+                )
                 for recipe in TASK_RECIPES
             ),
             *((recipe, "reward_fn=rogue:1", "'rogue' is unknown; use exact_match, comp") for recipe in TASK_RECIPES),
