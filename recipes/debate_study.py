@@ -430,19 +430,19 @@ def _run_process(cli: CLIConfig, folder: Path, protocol: str, seed: int, before:
             raise TrainingError(f"{protocol}, seed {seed}: interrupted; what it did is saved") from None
 
 
-def show(runs: Sequence[Run]) -> None:
+def show(runs: Sequence[Run], rests_on: str = RESTS_ON) -> None:
     """Print the columns that fit the terminal, the sentence, and its basis."""
     shown = [COLUMNS.index(column) for column in SHOWN]
     rows = [[row[i] for i in shown] for row in table_rows(runs)]
     print_table("Held-out items, mean [95 % interval]", SHOWN, rows)
-    Console(soft_wrap=True).print(f"{sentence(runs)}\n{RESTS_ON}")
+    Console(soft_wrap=True).print(f"{sentence(runs)}\n{rests_on}".rstrip())
 
 
 async def main(cli: CLIConfig) -> None:
     runs = await study(cli)
     if cli.page is not None:
         write_text(Path(cli.page).expanduser(), fill_page(cli.page, markdown(runs)))
-    show(runs)
+    show(runs, RESTS_ON if cli.task == "collatz" else "")
 
 
 if __name__ == "__main__":
