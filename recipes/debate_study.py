@@ -362,19 +362,19 @@ def _run_process(cli: CLIConfig, folder: Path, base: str, protocol: str, seed: i
             raise TrainingError(f"{protocol}, seed {seed}: interrupted; what it did is saved") from None
 
 
-def show(runs: Sequence[Run]) -> None:
+def show(runs: Sequence[Run], rests_on: str = RESTS_ON) -> None:
     """Print the columns that fit the terminal, the sentence, and its basis."""
     named = columns(runs)
     shown = [i for i, column in enumerate(named) if column in SHOWN or column.startswith("right, ")]
     rows = [[row[i] for i in shown] for row in table_rows(runs)]
     print_table("Held-out items, mean [95 % interval]", [named[i] for i in shown], rows)
-    Console(soft_wrap=True).print(f"{sentence(runs)}\n{RESTS_ON}")
+    Console(soft_wrap=True).print(f"{sentence(runs)}\n{rests_on}".rstrip())
 
 
 async def main(cli: CLIConfig) -> None:
     runs = await study(cli)
     cli.write_page(markdown(runs))
-    show(runs)
+    show(runs, RESTS_ON if cli.task == "collatz" else "")
 
 
 if __name__ == "__main__":
