@@ -20,7 +20,8 @@ BLOCK_TOKENS, BLOCK_BYTES = 64, 256
 shared memory."""
 
 STAGES, WARPS = 3, 4
-"""Blocks of keys in flight, and warps of a program."""
+"""Blocks of keys in flight, and warps of a program; twice as many in float32, whose products take more registers than four have
+(Triton 3.6 spills them)."""
 
 MIN_ROWS = 16
 """Smallest side of a matrix that `tl.dot` takes."""
@@ -204,7 +205,7 @@ def paged_attention(
         PAGE=page,
         SOFTCAP=softcap,
         num_stages=STAGES,
-        num_warps=WARPS,
+        num_warps=WARPS if keys.itemsize < 4 else 2 * WARPS,
         **shape,
     )
     with_sinks = sinks is not None  # without sinks the kernel does not read this pointer; pass any
