@@ -64,22 +64,22 @@ def test_the_state_of_the_code_is_its_commit_and_what_differs(tmp_path: Path, mo
         done = subprocess.run(["git", *who, *arguments], cwd=tmp_path / "r", capture_output=True, text=True, check=True)
         return done.stdout.strip()
 
-    (tmp_path / "r" / "mine").mkdir(parents=True)
-    (tmp_path / "r" / "mine" / "__init__.py").write_text("A = 1\n")
+    (tmp_path / "r" / "kept_in_git").mkdir(parents=True)
+    (tmp_path / "r" / "kept_in_git" / "__init__.py").write_text("A = 1\n")
     for arguments in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
         git(*arguments)
     (tmp_path / "alone.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path / "r"))
     monkeypatch.syspath_prepend(str(tmp_path))
-    head = f"### repo: {(tmp_path / 'r').resolve()} @ {git('rev-parse', 'HEAD')}\nmodules: mine\n"
-    assert code_state(["mine"]) == head + "(no local changes)\n"
-    (tmp_path / "r" / "mine" / "__init__.py").write_text("A = 2\n")
-    import mine  # pyright: ignore[reportMissingImports]
+    head = f"### repo: {(tmp_path / 'r').resolve()} @ {git('rev-parse', 'HEAD')}\nmodules: kept_in_git\n"
+    assert code_state(["kept_in_git"]) == head + "(no local changes)\n"
+    (tmp_path / "r" / "kept_in_git" / "__init__.py").write_text("A = 2\n")
+    import kept_in_git  # pyright: ignore[reportMissingImports]
 
-    state = code_state([mine, "alone"])
+    state = code_state([kept_in_git, "alone"])
     assert state.startswith(head) and "-A = 1\n+A = 2\n" in state
     assert "### module: alone (not in a git repository)" in state
-    for name in ("mine", "alone"):
+    for name in ("kept_in_git", "alone"):
         sys.modules.pop(name, None)
     with pytest.raises(ImportError, match="has no file"):
         code_state([ModuleType("made_up")])

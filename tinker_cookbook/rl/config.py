@@ -24,6 +24,7 @@ from tinker_cookbook.rl.algorithms import (
 from tinker_cookbook.rl.curriculum import CurriculumConfig
 from tinker_cookbook.rl.entropy import EntropyConfig
 from tinker_cookbook.rl.monitors import MonitorKeys
+from tinker_cookbook.rl.monitors.judge import MonitorJudgeConfig
 from tinker_cookbook.rl.off_policy import OffPolicyCorrection
 from tinker_cookbook.rl.overlong import OverlongConfig
 from tinker_cookbook.rl.rollout_limits import MAX_GROUPS_IN_FLIGHT, Termination, TerminationRewardPolicy
@@ -293,7 +294,8 @@ def check_config(config: Config) -> None:
     """Check everything that can be checked without loading a model. Raises ConfigurationError naming the fix."""
     backend = config.check_setup()
     check_loss(config.training_loss_fn(), config.loss_fn_config, backend)
-    config.check_monitors(config.backend, config.base_url)
+    if config.monitors or config.monitor_judge != MonitorJudgeConfig():
+        config.check_monitors(config.backend, config.base_url)
     _check_async_loss(config)
     warn_if_low(config.learning_rate, config.model_name)
     _check_temperature(config, backend)

@@ -18,7 +18,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from functools import partial
 
 from tinker_cookbook.rl import train_steps
@@ -143,8 +143,8 @@ async def _run(config: Config, penalties: Sequence[Penalty]) -> None:
         loop = Loop(config, session, sampler, rounds, penalties)
         try:
             clients = session.service, session.training_client, config.model_name, session.run.log_path
-            monitors = await config.open_monitors(session.service)
-            with clients_of_run(*clients, start), watched_by(monitors):
+            monitors = await config.open_monitors(session.service) if config.monitors else {}
+            with clients_of_run(*clients, start), watched_by(monitors) if monitors else nullcontext():
                 if config.async_config is not None:
                     await do_async_training(loop, config.async_config)
                 elif config.stream_minibatch_config is not None:
