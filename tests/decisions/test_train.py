@@ -84,6 +84,7 @@ def test_finished_weights_decide_as_the_softmax_of_their_logprobs() -> None:
     assert asked == pytest.approx(wanted, abs=1e-9) and sum(asked) == pytest.approx(1.0)
 
 
+@pytest.mark.slow
 def test_a_run_of_forecasts_leaves_its_table_and_every_forecast(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -115,6 +115,7 @@ def test_the_reference_leaves_the_engine_alone(case: Case) -> None:
     assert failed(case.findings) == []
 
 
+@pytest.mark.slow
 def test_steps_that_are_not_of_one_size_are_noticed(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     sampling_checks.exact_rows(case)
     assert case.findings.checks == [], "it is about captured steps"
