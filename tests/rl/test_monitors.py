@@ -228,8 +228,8 @@ def short(rollout):
 
 class TestKeys:
     def test_names_and_files(self, tmp_path: Path) -> None:
-        (tmp_path / "mine.py").write_text(OWN)
-        keys = MonitorKeys(monitors=["special_cases", f"{tmp_path / 'mine.py'}:short"])
+        (tmp_path / "own_monitor.py").write_text(OWN)
+        keys = MonitorKeys(monitors=["special_cases", f"{tmp_path / 'own_monitor.py'}:short"])
         keys.check_monitors()
         assert [*asyncio.run(keys.open_monitors())] == ["special_cases", "short"]
 
