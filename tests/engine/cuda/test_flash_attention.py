@@ -1,4 +1,4 @@
-"""The package flash-attn-4 in long passes: with a double in its place, which has its arguments and its rule for windows."""
+"""The package flash-attn-4 in large passes: with a double in its place, which has its arguments and its rule for windows."""
 
 import importlib.util
 import sys
@@ -12,13 +12,14 @@ from tests.engine.cuda.test_varlen import masked_attention, packed_groups, rando
 from tests.engine.devices import here
 from tinker_local_backend.engine.cuda import flash_attention
 from tinker_local_backend.engine.cuda.execution import FLASH, ON, CudaExecution
-from tinker_local_backend.engine.cuda.flash_attention import MIN_KEYS, missing
+from tinker_local_backend.engine.cuda.flash_attention import missing
 from tinker_local_backend.engine.cuda.selfcheck import CHECKS, run_checks
 from tinker_local_backend.engine.cuda.varlen import VarlenPlan
-from tinker_local_backend.engine.model.attention import PackedPlan
+from tinker_local_backend.engine.model.attention import PackedPlan, Segment
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.paged_attention import LayerAttention
 from tinker_local_backend.engine.models import load_model
+from tinker_local_backend.engine.sampling.pages import pages_for
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -74,7 +75,7 @@ def double(monkeypatch: pytest.MonkeyPatch) -> Double:
 def test_results_and_gradients_are_those_of_a_masked_matrix(
     double: Double, monkeypatch: pytest.MonkeyPatch, window: int | None
 ) -> None:
-    monkeypatch.setattr(flash_attention, "MIN_KEYS", 12)
+    monkeypatch.setattr(flash_attention, "MIN_SCORES", 12)
     packed = packed_groups([(9, [3, 1, 7]), (0, [6])])
     layer = LayerAttention(0, 0.3, None, window)
     plan = VarlenPlan.of(PackedPlan(packed.segments), CPU, flash=True)
@@ -87,12 +88,18 @@ def test_results_and_gradients_are_those_of_a_masked_matrix(
 
 
 @pytest.mark.parametrize(
-    ("longest", "flash", "used"), [(MIN_KEYS - 1, True, False), (MIN_KEYS, True, True), (MIN_KEYS, False, False)]
+    ("lengths", "flash", "used"),
+    [([1024] * 16, True, True), ([1024] * 15, True, False), ([4096], True, True), ([4096], False, False)],
 )
-def test_short_passes_keep_torchs_kernel(longest: int, flash: bool, used: bool) -> None:
-    """A prefix counts: a turn of a long conversation has many keys."""
-    packed = packed_groups([(longest - 3, [3, 2])])
-    assert VarlenPlan.of(PackedPlan(packed.segments), CPU, flash).flash is used
+def test_small_passes_keep_torchs_kernel(lengths: list[int], flash: bool, used: bool) -> None:
+    assert VarlenPlan.of(PackedPlan.whole(lengths), CPU, flash).flash is used
+
+
+@pytest.mark.parametrize("past", [60_000, 500])
+def test_a_turn_of_a_long_conversation_is_large(past: int) -> None:
+    table = torch.zeros(pages_for(past), dtype=torch.int64)
+    plan = PackedPlan([Segment(0, 400, past, table=table)])
+    assert VarlenPlan.of(plan, CPU, flash=True).flash is (past == 60_000)
 
 
 def test_later_tokens_are_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate, count
 from typing import Any
@@ -13,7 +14,6 @@ import torch
 from tinker_local_backend.engine.cuda import ops, plain
 from tinker_local_backend.engine.cuda.adapter_slots import BLOCK_RANK, MIN_RANK, SLOTS, row_blocks
 from tinker_local_backend.engine.cuda.decoder import Decoder
-from tinker_local_backend.engine.cuda.flash_attention import MIN_KEYS
 from tinker_local_backend.engine.cuda.generation import BurstGenerator
 from tinker_local_backend.engine.cuda.graphs import Graphs, Uncaptured
 from tinker_local_backend.engine.cuda.step import DecodeRow
@@ -235,10 +235,8 @@ def varlen_attention(model: BaseModel, graphs: Graphs) -> float:
 
 
 def flash_attention(model: BaseModel, graphs: Graphs) -> float:
-    """A sequence of as many tokens as need the package's kernel, one that goes on from it, and a short one."""
-    long = MIN_KEYS
-    segments = [Segment(0, long), Segment(long, long + 30, long, (0, long)), Segment(long + 30, long + 61)]
-    return _one_call(model, segments, flash=True)
+    """Sequences of several tiles of the kernel, one of which goes on from another."""
+    return _one_call(model, [Segment(0, 300), Segment(300, 330, 300, (0, 300)), Segment(330, 500)], flash=True)
 
 
 def _one_call(model: BaseModel, segments: list[Segment], flash: bool) -> float:
@@ -250,7 +248,7 @@ def _one_call(model: BaseModel, segments: list[Segment], flash: bool) -> float:
     errors = []
     for window in {None, model.sliding_window and 20}:
         layer = LayerAttention(0, dim**-0.5, None, window)
-        varlen = VarlenPlan.of(plan, model.device, flash)
+        varlen = replace(VarlenPlan.of(plan, model.device), flash=flash)
         results, references = (
             _with_gradients(lambda q, k, v, p=p, layer=layer: p.attend(layer, q, k, v), inputs) for p in (varlen, plan)
         )

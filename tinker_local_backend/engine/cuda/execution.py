@@ -19,7 +19,7 @@ from tinker_local_backend.engine.model.passes import AttentionPlan
 ON = "on"
 
 DECODING, ATTENTION, FLASH, LAYERS = "decoding", "attention", "flash", "layers"
-"""Captured steps over pages and slots; one attention call for all sequences of a pass; that call by flash-attn-4 in long
+"""Captured steps over pages and slots; one attention call for all sequences of a pass; that call by flash-attn-4 in large
 passes; joined products in layers of known classes, with fused kernels between them."""
 
 FUSED: Mapping[str, Callable[[nn.Module], list[nn.Module]]] = {

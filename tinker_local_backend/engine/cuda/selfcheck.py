@@ -41,7 +41,7 @@ CHECKS = (
     Check(DECODING, "all slots and base rows in one batch", checks.all_slots_in_one_batch),
     Check(DECODING, "sampled against trained logprobs", checks.sampled_against_trained),
     Check(ATTENTION, "one call for all sequences, and its gradients", checks.varlen_attention),
-    Check(FLASH, "one call of long sequences, and its gradients", checks.flash_attention),
+    Check(FLASH, "that call by flash-attn-4, and its gradients", checks.flash_attention),
     Check("rotary", "rotary positions and their gradient", checks.rotary),
     Check("swiglu", "SwiGLU and its gradients", checks.swiglu),
 )

@@ -1,4 +1,4 @@
-"""Attention of a packed pass in one call for all its sequences, by torch's `varlen_attn` or, where they are long, flash-attn-4.
+"""Attention of a packed pass in one call for all its sequences, by torch's `varlen_attn` or, in large ones, flash-attn-4.
 
 The segments of the plan become cumulative lengths. A prefix that several sequences share is computed once, as everywhere in the
 engine; its keys are then copied for each of them. The gradients of all copies are summed in float32 in a fixed order (the
@@ -56,7 +56,7 @@ class VarlenPlan:
     cached: tuple[torch.Tensor, torch.Tensor] | None = None
     """(C,) int64: page of the cache, and place in it, of each key that is read from there"""
     flash: bool = False
-    """long sequences go to flash-attn-4"""
+    """the pass is large enough for flash-attn-4, which can be used"""
 
     @classmethod
     def of(cls, plan: PackedPlan, device: torch.device, flash: bool = False) -> VarlenPlan:
@@ -69,10 +69,9 @@ class VarlenPlan:
 
         totals = lengths + before
         copies = _copies(segments, device) if before.any() else None
-        longest = int(totals.max())
-        cached = _cached(segments)
-        use_flash = flash and longest >= flash_attention.MIN_KEYS
-        return cls(plan, ends(lengths), ends(totals), int(lengths.max()), longest, copies, cached, use_flash)
+        most = int(lengths.max()), int(totals.max())
+        use_flash = flash and int(lengths @ totals) >= flash_attention.MIN_SCORES
+        return cls(plan, ends(lengths), ends(totals), *most, copies, _cached(segments), use_flash)
 
     def attend(
         self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
