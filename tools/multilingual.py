@@ -1,4 +1,4 @@
-"""Writes multilingual.txt, short everyday sentences in fifteen languages, one per line, shuffled and without labels, and beside it
+"""Writes multilingual.txt, short everyday sentences in fifteen languages, shuffled and without labels, and next to it
 multilingual_languages.txt, the language of each line as a code of ISO 639-1.
 
     python -m tools.multilingual                   the shipped files, in example_data
