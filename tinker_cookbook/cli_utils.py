@@ -28,7 +28,7 @@ from chz.blueprint import (
     MissingBlueprintArg,
 )
 
-from tinker_cookbook import environment
+from tinker_cookbook import variables
 from tinker_cookbook.backends import check_variables, closing_clients, is_engine_error, serve_as_replica, would_repeat
 from tinker_cookbook.cli_help import (
     canonical,
@@ -111,7 +111,7 @@ DEFAULT_RUNS_DIR = platformdirs.user_data_dir("tinker-cookbook")
 
 def runs_path(*parts: str) -> str:
     """A path in the default folder of runs: RUNS_DIR_ENV_VAR, else DEFAULT_RUNS_DIR."""
-    root = environment.read(RUNS_DIR_ENV_VAR) or DEFAULT_RUNS_DIR
+    root = variables.read(RUNS_DIR_ENV_VAR) or DEFAULT_RUNS_DIR
     return str(Path(root, *parts).expanduser())
 
 
@@ -356,7 +356,7 @@ def _saved(log_path: Path) -> str:
 
 
 def _fail(message: str, code: int, error: BaseException, prefix: str = "error: ") -> NoReturn:
-    if environment.read("TINKER_COOKBOOK_TRACEBACK") not in (None, "0"):
+    if variables.read("TINKER_COOKBOOK_TRACEBACK") not in (None, "0"):
         print_traceback(type(error), error, error.__traceback__)
     print(redact(f"{prefix}{message}"), file=sys.stderr)  # stderr may be a file
     raise SystemExit(code) from None
