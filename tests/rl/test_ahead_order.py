@@ -89,3 +89,20 @@ def test_the_oldest_weights_come_first_where_none_is_too_old(
     assert ahead._oldest_finished(2) == ([C, B], [])
     useless.add(B)
     assert ahead._oldest_finished(2) == ([A, C, B], []), "besides what cannot be trained on"
+
+
+def test_whatever_its_age_a_step_waits_for_as_many_as_it_takes_while_others_may_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    useless: set[tuple[int, int]] = set()
+    monkeypatch.setattr(PendingGroups, "_is_unusable", lambda self, key: key in useless)
+    versions: dict[tuple[int, int], int | None] = {A: 4, B: 3, C: 2, D: 5}
+    assert opened(2, "train", versions, [A])._oldest_finished(2) is None
+    assert opened(2, "train", versions, [B, A])._oldest_finished(2) == ([A, B], []), (
+        "the others are still being sampled"
+    )
+    assert opened(2, "train", {A: 4}, [A])._oldest_finished(2) == ([A], []), "the data has run out"
+    assert opened(2, "train", {A: 1, B: 0}, [A, B])._oldest_finished(1) == ([B], []), "those of the first weights"
+    useless.add(B)
+    assert opened(2, "train", versions, [B, A])._oldest_finished(2) is None
+    assert opened(2, "train", {A: 4, B: 3}, [B, A])._oldest_finished(2) == ([A, B], [])
