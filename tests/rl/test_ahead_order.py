@@ -65,6 +65,12 @@ def test_no_more_are_dropped_than_the_next_steps_have_no_room_for() -> None:
     assert opened(2, "drop", versions, [B, A])._first_finished(5, 2) == ([B], [C])
 
 
+def test_those_that_come_too_late_for_several_steps_are_all_dropped() -> None:
+    """C ends with this step, D, E and F with the next one, which takes two of them."""
+    versions: dict[tuple[int, int], int | None] = {A: 5, B: 5, C: 3, D: 4, E: 4, F: 4}
+    assert opened(2, "drop", versions, [A, B])._first_finished(5, 3) == ([A], [C, D])
+
+
 def test_those_for_which_there_is_room_later_come_in_the_order_of_their_end() -> None:
     """Three end with step 7, and steps 6 and 7 take four."""
     versions: dict[tuple[int, int], int | None] = {A: 4, B: 4, C: 4, D: 5}
