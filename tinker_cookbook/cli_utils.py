@@ -291,11 +291,24 @@ def _parse(config_cls: type[Any], arguments: list[str], prog: str, doc: str) -> 
     except (ConstructionException, ExtraneousBlueprintArg, InvalidBlueprintArg, MissingBlueprintArg) as error:
         hint = what_to_type(config_cls, arguments, prog) if isinstance(error, ExtraneousBlueprintArg) else None
         hint = hint or what_is_missing(config_cls, str(error)) or what_is_no_value(config_cls, str(error))
+        hint = hint or what_is_unknown(str(error))
         _fail(f"{hint or str(error).rstrip()}\n{_usage(prog)}", EXIT_USAGE, error)
     except (ValueError, TypeError) as error:
         if str(error).startswith("Invalid argument"):  # chz: "Specify arguments in the form key=value"
             _fail(f"{what_to_type(config_cls, arguments, prog) or error}\n{_usage(prog)}", EXIT_USAGE, error)
         _fail(validator_message(error, arguments), EXIT_USAGE, error)
+
+
+def what_is_unknown(message: str) -> str | None:
+    """chz's message about a key that there is not, in one line; None for another message."""
+    if (found := re.match(r"Extraneous argument '([^']+)'", message)) is None:
+        return None
+    key, above = found[1], re.search(r"Param '([^']+)' is closest valid ancestor", message)
+    if (near := re.search(r"Did you mean '([^']+)'\?", message)) is not None:
+        return f"{key}: there is no such key. {near[0]}"
+    if above is not None:
+        return f"{key}: {above[1]} has no key {key.removeprefix(above[1] + '.')}"
+    return f"{key}: there is no key {key.partition('.')[0]}"
 
 
 def _refuse_spaces(arguments: Sequence[str]) -> None:
