@@ -69,6 +69,8 @@ def test_those_that_come_too_late_for_several_steps_are_all_dropped() -> None:
     """C ends with this step, D, E and F with the next one, which takes two of them."""
     versions: dict[tuple[int, int], int | None] = {A: 5, B: 5, C: 3, D: 4, E: 4, F: 4}
     assert opened(2, "drop", versions, [A, B])._first_finished(5, 3) == ([A], [C, D])
+    late: dict[tuple[int, int], int | None] = {D: 3, C: 3, A: 5, B: 5}
+    assert opened(2, "drop", late, [A, B])._first_finished(5, 3) == ([A], [C, D]), "in the order of the data"
 
 
 def test_those_for_which_there_is_room_later_come_in_the_order_of_their_end() -> None:
