@@ -16,29 +16,30 @@ import json
 import os
 import random
 import tempfile
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any
 from unittest import mock
 
 import chz
+import tinker
 
 from benchmarks.config import RESULTS
 from benchmarks.machine import facts
 from benchmarks.report import Report, Table, finish, number
+from benchmarks.scripted import ScriptedService
 from recipes import rl_basic
-from tests.fakes import FakeSamplingClient, FakeServiceClient, FakeTrainingClient
-from tests.rl.loop import NumberEnv, make_config
 from tinker_cookbook import backends
 from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.completers import StopCondition
+from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.problem_env import OneTurnGroupBuilder
-from tinker_cookbook.rl.types import ActionExtra, EnvGroupBuilder, RLDataset, RLDatasetBuilder, StepResult
+from tinker_cookbook.rl.types import ActionExtra, Env, EnvGroupBuilder, RLDataset, RLDatasetBuilder, StepResult
 from tinker_cookbook.utils.seeds import derive_seed
 
-T = TypeVar("T")
 _QUIET: dict[str, Any] = {"eval_every": 0, "save_every": 0, "num_groups_to_log": 0, "on_zero_advantages": "skip"}
 
 
@@ -99,16 +100,18 @@ class SlowSums(RLDataset):
         return len(self.problems)
 
 
-class SlowNumber(NumberEnv):
+class SlowNumber(Env):
     """Rewards what the scripted service says, in its time."""
 
     def __init__(self, prompt: list[int], seconds: float):
-        super().__init__(prompt, constant=False)
-        self.seconds = seconds
+        self.prompt, self.seconds = tinker.ModelInput.from_ints(prompt), seconds
+
+    async def initial_observation(self) -> tuple[tinker.ModelInput, StopCondition]:
+        return self.prompt, []
 
     async def step(self, action: list[int], *, extra: ActionExtra | None = None) -> StepResult:
         await asyncio.sleep(self.seconds)
-        return await super().step(action, extra=extra)
+        return StepResult(float(action[0]), True, self.prompt, [])
 
 
 @dataclass(frozen=True)
@@ -149,44 +152,9 @@ class SlowBuilder(RLDatasetBuilder):
         return SlowSums(training, self.config), None
 
 
-class ScriptedService(FakeServiceClient):
-    """Samples as many replies at a time as are asked for, and trains on one pass after the other."""
-
-    def __init__(self, config: PacingConfig):
-        super().__init__()
-        self.config = config
-        self.pass_ends = 0.0
-
-    def new_sampler(self, weights: int) -> "ScriptedSampler":
-        return ScriptedSampler(weights, self.reply, self.calls, self.sampled, self.config.sample_seconds)
-
-    def create_lora_training_client(self, *args: Any, **options: Any) -> Awaitable[FakeTrainingClient]:
-        trainer = ScriptedTrainer(self, "scripted")
-        self.trainers.append(trainer)
-        return asyncio.sleep(0, trainer)
-
-
-@dataclass
-class ScriptedSampler(FakeSamplingClient):
-    seconds: float = 0.0
-
-    def sample(self, *args: Any, **options: Any) -> Awaitable[Any]:
-        return asyncio.sleep(self.seconds, super().sample(*args, **options)._value)  # pyright: ignore
-
-
-class ScriptedTrainer(FakeTrainingClient):
-    def forward_backward(self, data: list[Any], *args: Any, **options: Any) -> Awaitable[Any]:
-        service, now = self.service, asyncio.get_running_loop().time()
-        assert isinstance(service, ScriptedService)
-        whole = service.config.groups * service.config.members
-        service.pass_ends = max(service.pass_ends, now) + service.config.train_seconds * len(data) / whole
-        pending = super().forward_backward(data, *args, **options)
-        return asyncio.create_task(_at(service.pass_ends, pending))
-
-
-async def _at(time: float, pending: Awaitable[T]) -> T:
-    await asyncio.sleep(max(0.0, time - asyncio.get_running_loop().time()))
-    return await pending
+def scripted_service(config: PacingConfig) -> ScriptedService:
+    """The service of the second table."""
+    return ScriptedService(config.sample_seconds, config.train_seconds, config.groups * config.members)
 
 
 def pacings(config: PacingConfig) -> dict[str, dict[str, Any]]:
@@ -225,8 +193,20 @@ def tiny_config(config: PacingConfig, folder: str, keys: dict[str, Any]) -> trai
 
 def scripted_config(config: PacingConfig, folder: str, keys: dict[str, Any]) -> train.Config:
     """A run on the scripted service."""
-    settings = {**_QUIET, "seed": config.seed, "kl_alarm": 0.0, **keys}
-    return make_config(Path(folder), SlowBuilder(config=config), **settings)
+    return train.Config(
+        dataset_builder=SlowBuilder(config=config),
+        learning_rate=0.5,
+        model_name=shipped_model("tiny_chat"),
+        recipe_name="pacing",
+        max_tokens=4,
+        log_path=folder,
+        write_records=False,
+        rollout_json_export=False,
+        seed=config.seed,
+        kl_alarm=0.0,
+        **_QUIET,
+        **keys,
+    )
 
 
 async def run(
@@ -290,7 +270,7 @@ async def measure(config: PacingConfig) -> Report:
     await run(tiny_config, chz.replace(config, steps=1), {})
     await compare(report, f"tiny model: {waits}", tiny_config, config)
     took = f"sampling {config.sample_seconds:g} s, training on a batch {config.train_seconds:g} s"
-    with mock.patch.object(backends, "create_service_client", lambda *_: ScriptedService(config)):
+    with mock.patch.object(backends, "create_service_client", lambda *_: scripted_service(config)):
         await compare(report, f"scripted service ({took}): {waits}", scripted_config, config)
     return report
 

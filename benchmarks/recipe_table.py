@@ -311,7 +311,6 @@ NOT_SMOKED = {
     "recipes.replay": "takes the folder of a run; tests/recipes/test_debate_tools.py runs it",
     "recipes.debate_rejudge": "takes the folder of a run; tests/recipes/test_debate_tools.py runs it",
     "recipes.debate_pairs": "takes the folder of a run; tests/recipes/test_debate_tools.py runs it",
-    "recipes.prompt_distillation.multilingual": "writes a data file",
     "recipes.report": "takes the folder of a run; tests/report and tests/browser make its pages",
     "recipes.plot": "takes the folder of a run, and matplotlib; tests/report/test_figures.py draws",
     "recipes.check_artifacts": "takes the folder of a run; tests/recipes/test_check_artifacts.py runs it",

@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from benchmarks.config import run_benchmark
+from benchmarks.fake_gpu import on_a_fake_gpu
 from benchmarks.gpu.decoding import Cell, step_bytes
 from benchmarks.gpu.models import shape_of
 from benchmarks.models import Shape, model_config, word_tokenizer
-from tests.engine.cuda.fake_gpu import on_a_fake_gpu
 from tinker_cookbook.utils.misc_utils import markdown_table
 from tinker_local_backend.engine.cuda.decoder import Decoder
 from tinker_local_backend.engine.cuda.execution import CudaExecution

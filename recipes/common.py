@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import chz
 
-from tinker_cookbook import backends, environment
+from tinker_cookbook import backends, variables
 from tinker_cookbook.cli_utils import LogdirBehavior, check_log_dir, default_log_path
 from tinker_cookbook.data.rows import is_data_file
 from tinker_cookbook.data.shipped import is_tiny, shipped_model
@@ -238,7 +238,7 @@ def open_log_path(config: CommonConfig, recipe: str, *parts: str) -> str:
         check_log_dir(config.log_path, config.behavior_if_log_dir_exists)
         note_log_path(config.log_path)
         return config.log_path
-    root = environment.read("TINKER_DEBATE_LOG_ROOT") or Path(default_log_path(recipe, "run")).parent
+    root = variables.read("TINKER_DEBATE_LOG_ROOT") or Path(default_log_path(recipe, "run")).parent
     words = [time.strftime("%Y%m%d_%H%M%S"), *parts, *([config.name] if config.name else [])]
     folder = re.sub(r"[^A-Za-z0-9_.\-]+", "-", "_".join(words))
     unique, n = Path(root) / folder, 2

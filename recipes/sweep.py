@@ -19,7 +19,7 @@ import chz
 from rich.console import Console
 
 from recipes.results import Processes
-from tinker_cookbook import environment, sweeps
+from tinker_cookbook import sweeps, variables
 from tinker_cookbook.cli_utils import default_log_path, run_recipe
 from tinker_cookbook.exceptions import ConfigurationError, TrainingError
 from tinker_cookbook.sweeps.collect import check_ranking
@@ -98,7 +98,7 @@ def what_to_run(cli: CLIConfig) -> tuple[str, dict[str, list[str]], dict[str, st
 
 def _new_folder(recipe: str) -> str:
     name = f"{time.strftime('%Y%m%d_%H%M%S')}_{recipe.rpartition('.')[2]}"
-    root = environment.read("TINKER_DEBATE_LOG_ROOT")
+    root = variables.read("TINKER_DEBATE_LOG_ROOT")
     return str(Path(root, name)) if root else default_log_path(RECIPE, name)
 
 

@@ -103,7 +103,12 @@ class TestParsing:
     @pytest.mark.parametrize(
         ("argument", "message"),
         [
-            ("model_nam=a", "Did you mean 'model_name'?"),
+            ("model_nam=a", "error: model_nam: there is no such key. Did you mean 'model_name'?\n"),
+            ("judge.x=a", "error: judge.x: there is no key judge\n"),
+            ("other=a", "error: other: there is no key other\n"),
+            ("env.other=a", "error: env.other: env has no key other\n"),
+            ("env.round=3", "error: env.round: there is no such key. Did you mean 'env.rounds'?\n"),
+            ("n.x=3", "error: n.x: n has no key x\n"),
             ("n", "Specify arguments in the form key=value"),
             ("n=many", "error: n: 'many' is no whole number\n"),
             ("env.rounds=1.5", "error: env.rounds: '1.5' is no whole number\n"),

@@ -280,8 +280,8 @@ def test_arrows_run_one_way() -> None:
                 f"{name} imports the engine; go through tinker_cookbook.backends"
             )
     commands = {"recipes", "tools", "scripts", "examples", "benchmarks", "tests"}
-    # Benchmarks measure recipes and borrow checks from the tests; tools are imported by tests alone; scripts run recipes.
-    also = {"benchmarks": {"recipes", "tests"}, "scripts": {"recipes"}}
+    # Benchmarks measure recipes; tools are imported by tests alone; scripts run recipes.
+    also = {"benchmarks": {"recipes"}, "scripts": {"recipes"}}
     for package in ("recipes", "tools", "scripts", "examples", "benchmarks"):
         may_import = {package} | also.get(package, set())
         for path in files(package):
@@ -319,3 +319,61 @@ def test_an_idea_is_in_the_file_of_its_name() -> None:
         }
         parts = {word.rstrip("s") for word in re.split(r"[\W_]+", file.removesuffix(".py"))}
         assert any(part.startswith(word[:4]) for word in words for part in parts), f"nothing in {file} says {idea!r}"
+
+
+CLOCKED = ("wall_s", "elapsed", "seconds", "perf_counter", "monotonic")
+BOUNDED = {"timeout": 0, "wait": 0, "join": 0, "result": 0, "wait_for": 1}
+"""What waits for so many seconds at most -> which of its arguments says so, if none is called timeout."""
+
+MAY_WAIT = {
+    "tests/engine/test_async.py": "an answer that is not there yet; `wait` is a function of the test",
+    "tests/engine/test_rest_client.py": "an address says itself until when it works",
+    "tests/engine/test_run.py": "an argument that is refused",
+    "tests/rl/test_rollout_strategy.py": "on a clock that jumps (tests/rl/arena.py), at what nothing else ends",
+    "tests/sandbox/test_sandboxfusion.py": "what a stand-in is told, which takes no time",
+    "tests/server/test_order.py": "between two heartbeats",
+    "tests/test_child.py": "what hangs; `join` is replaced",
+}
+"""Files of tests with a bound in seconds, and why no load of the machine makes them fail."""
+
+
+def is_positive(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, int | float) and node.value > 0
+
+
+def has_bound(node: ast.AST) -> bool:
+    """Whether it fails where something takes longer than a number of seconds that stands there."""
+    if isinstance(node, ast.Call):
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        place = BOUNDED.get(name, len(node.args))
+        given = [keyword.value for keyword in node.keywords if keyword.arg == "timeout"] + node.args[place : place + 1]
+        return any(map(is_positive, given))
+    if not isinstance(node, ast.Compare):
+        return False
+    sides = [node.left, *node.comparators]
+    pairs = [
+        (small, large) if isinstance(order, ast.Lt | ast.LtE) else (large, small)
+        for small, order, large in zip(sides, node.ops, sides[1:], strict=False)
+        if isinstance(order, ast.Lt | ast.LtE | ast.Gt | ast.GtE)
+    ]
+    return any(is_positive(large) and any(word in ast.unparse(small) for word in CLOCKED) for small, large in pairs)
+
+
+def test_no_test_is_bounded_by_a_clock() -> None:
+    """A busy machine takes any time: tests wait for what happens (tests/waiting.py), and only a hang comes to an end by time."""
+    found = {
+        str(path.relative_to(ROOT))
+        for path in files("tests")
+        if any(word in (text := path.read_text()) for word in (*CLOCKED, *BOUNDED))
+        if any(has_bound(node) for node in ast.walk(ast.parse(text)))
+    }
+    assert found == set(MAY_WAIT)
+
+
+@pytest.mark.parametrize(
+    ("code", "bound"),
+    [("done.wait(5)", 1), ("wait_for(it, 2)", 1), ("run(it, timeout=0.5)", 1), ("seconds < 3", 1), ("3 >= took.elapsed", 1),
+     ("done.wait()", 0), ("run(it, timeout=HANG)", 0), ("seconds > 3", 0), ("0 < wall_s", 0), ("count < 3", 0)],
+)  # fmt: skip
+def test_what_is_a_bound(code: str, bound: int) -> None:
+    assert has_bound(ast.parse(code, mode="eval").body) == bool(bound)

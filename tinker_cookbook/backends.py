@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from tinker_cookbook import environment, server_watch
+from tinker_cookbook import server_watch, variables
 from tinker_cookbook.clients import ServiceClient
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.model_names import did_you_mean
@@ -49,7 +49,7 @@ def resolve_backend(backend: str | None = None) -> Backend:
     """The backend for this name, or for the environment. Raises ConfigurationError for an unknown name."""
     source, name = "backend", backend
     if name is None:
-        source, name = "TINKER_BACKEND", environment.read("TINKER_BACKEND")
+        source, name = "TINKER_BACKEND", variables.read("TINKER_BACKEND")
     if name is None:
         name = "local"
     if name not in _ALIASES:
@@ -72,14 +72,14 @@ def check_backend(
     """
     resolved = resolve_backend(backend)
     if resolved == "tinker":
-        if environment.read("TINKER_API_KEY") is None and environment.read("TINKER_CREDENTIAL_CMD") is None:
+        if variables.read("TINKER_API_KEY") is None and variables.read("TINKER_CREDENTIAL_CMD") is None:
             raise ConfigurationError(
                 "backend=tinker needs an API key: export TINKER_API_KEY=tml-... (from the Tinker console), "
                 "or use backend=local"
             )
         source, address = "base_url", base_url
         if address is None:
-            source, address = "TINKER_BASE_URL", environment.read("TINKER_BASE_URL")
+            source, address = "TINKER_BASE_URL", variables.read("TINKER_BASE_URL")
         if address is not None and not address.startswith(("http://", "https://")):
             raise ConfigurationError(f"{source}={address!r} is no address; give one such as http://gpu-machine:8000")
         if address is None and model_name is not None and Path(model_name).is_dir():
@@ -92,8 +92,8 @@ def check_backend(
         raise ConfigurationError(
             f"base_url={base_url!r} is for servers that speak the Tinker protocol; set backend=tinker with it, or drop it"
         )
-    chosen = (backend, environment.read("TINKER_BACKEND"), os.environ.get("TINKER_LOCAL_BACKEND"))
-    if environment.read("TINKER_BASE_URL") is not None and not any(chosen):
+    chosen = (backend, variables.read("TINKER_BACKEND"), os.environ.get("TINKER_LOCAL_BACKEND"))
+    if variables.read("TINKER_BASE_URL") is not None and not any(chosen):
         raise ConfigurationError(
             "TINKER_BASE_URL is set, but no backend is chosen, and the local engine has no use for it: set backend=tinker "
             "to run there, or backend=local to run here"
@@ -179,7 +179,7 @@ def create_service_client(
         import tinker
 
         address, name = server_watch.server_address(base_url)
-        if (key := environment.read("TINKER_API_KEY")) is not None:
+        if (key := variables.read("TINKER_API_KEY")) is not None:
             server_watch.check_key(address, name, key)
         client = tinker.ServiceClient(base_url=base_url, display_name=display_name)
         server_watch.ServerWatch(address, name, client)
@@ -314,7 +314,7 @@ def try_hub_once() -> None:
 def describe_engine(backend: str | None = None, base_url: str | None = None) -> dict[str, str | None]:
     """The engine: `backend`, plus device, dtype and versions of the local engine, or the address of the hosted one."""
     if resolve_backend(backend) == "tinker":
-        return {"backend": "tinker", "base_url": base_url or environment.read("TINKER_BASE_URL")}
+        return {"backend": "tinker", "base_url": base_url or variables.read("TINKER_BASE_URL")}
     from tinker_local_backend.environment import describe
 
     return {"backend": "local", **describe()}

@@ -28,7 +28,7 @@ from chz.blueprint import (
     MissingBlueprintArg,
 )
 
-from tinker_cookbook import environment
+from tinker_cookbook import variables
 from tinker_cookbook.backends import check_variables, closing_clients, is_engine_error, serve_as_replica, would_repeat
 from tinker_cookbook.cli_help import (
     canonical,
@@ -111,7 +111,7 @@ DEFAULT_RUNS_DIR = platformdirs.user_data_dir("tinker-cookbook")
 
 def runs_path(*parts: str) -> str:
     """A path in the default folder of runs: RUNS_DIR_ENV_VAR, else DEFAULT_RUNS_DIR."""
-    root = environment.read(RUNS_DIR_ENV_VAR) or DEFAULT_RUNS_DIR
+    root = variables.read(RUNS_DIR_ENV_VAR) or DEFAULT_RUNS_DIR
     return str(Path(root, *parts).expanduser())
 
 
@@ -291,11 +291,24 @@ def _parse(config_cls: type[Any], arguments: list[str], prog: str, doc: str) -> 
     except (ConstructionException, ExtraneousBlueprintArg, InvalidBlueprintArg, MissingBlueprintArg) as error:
         hint = what_to_type(config_cls, arguments, prog) if isinstance(error, ExtraneousBlueprintArg) else None
         hint = hint or what_is_missing(config_cls, str(error)) or what_is_no_value(config_cls, str(error))
+        hint = hint or what_is_unknown(str(error))
         _fail(f"{hint or str(error).rstrip()}\n{_usage(prog)}", EXIT_USAGE, error)
     except (ValueError, TypeError) as error:
         if str(error).startswith("Invalid argument"):  # chz: "Specify arguments in the form key=value"
             _fail(f"{what_to_type(config_cls, arguments, prog) or error}\n{_usage(prog)}", EXIT_USAGE, error)
         _fail(validator_message(error, arguments), EXIT_USAGE, error)
+
+
+def what_is_unknown(message: str) -> str | None:
+    """chz's message about a key that there is not, in one line; None for another message."""
+    if (found := re.match(r"Extraneous argument '([^']+)'", message)) is None:
+        return None
+    key, above = found[1], re.search(r"Param '([^']+)' is closest valid ancestor", message)
+    if (near := re.search(r"Did you mean '([^']+)'\?", message)) is not None:
+        return f"{key}: there is no such key. {near[0]}"
+    if above is not None:
+        return f"{key}: {above[1]} has no key {key.removeprefix(above[1] + '.')}"
+    return f"{key}: there is no key {key.partition('.')[0]}"
 
 
 def _refuse_spaces(arguments: Sequence[str]) -> None:
@@ -356,7 +369,7 @@ def _saved(log_path: Path) -> str:
 
 
 def _fail(message: str, code: int, error: BaseException, prefix: str = "error: ") -> NoReturn:
-    if environment.read("TINKER_COOKBOOK_TRACEBACK") not in (None, "0"):
+    if variables.read("TINKER_COOKBOOK_TRACEBACK") not in (None, "0"):
         print_traceback(type(error), error, error.__traceback__)
     print(redact(f"{prefix}{message}"), file=sys.stderr)  # stderr may be a file
     raise SystemExit(code) from None

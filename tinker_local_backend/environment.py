@@ -5,6 +5,8 @@ unsupported variable of the engine (TINKER_LOCAL_*) is also an error when a clie
 library and its recipes read their variables through this table too.
 """
 
+# pyright: strict
+
 from __future__ import annotations
 
 import difflib

@@ -4,6 +4,8 @@ In a program that has imported the SDK, each is also the SDK's error for the sam
 or `except tinker.NotFoundError` catches it. The SDK is not imported here: it takes seconds, and vLLM's processes lack it.
 """
 
+# pyright: strict
+
 from __future__ import annotations
 
 import sys

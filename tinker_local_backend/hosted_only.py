@@ -1,5 +1,7 @@
 """Methods and arguments of the SDK that have no meaning on a local engine: refused by name, never ignored."""
 
+# pyright: strict
+
 from __future__ import annotations
 
 import logging

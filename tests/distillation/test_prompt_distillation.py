@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from recipes.prompt_distillation import create_data
-from recipes.prompt_distillation.multilingual import FILE, LANGUAGES, LINES_PER_LANGUAGE, labelled_lines
 from tests.fakes import FakeSamplingClient, SampleCall
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.distillation.prompt_distillation import (
@@ -22,6 +21,8 @@ from tinker_cookbook.exceptions import ConfigurationError, DataError
 from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.supervised.data import read_conversations
 from tinker_cookbook.tokenizer_utils import get_tokenizer
+from tools import multilingual
+from tools.multilingual import LANGUAGES, LINES_PER_LANGUAGE, labelled_lines
 
 MODEL = str(EXAMPLE_DATA / "tiny_chat")
 TOKENIZER = get_tokenizer(MODEL)
@@ -135,8 +136,13 @@ class TestCreateData:
 
 
 class TestMultilingual:
-    def test_the_shipped_file_is_what_the_generator_writes(self) -> None:
-        assert FILE.read_text(encoding="utf-8").splitlines() == list(labelled_lines())
+    def test_the_shipped_files_are_what_the_generator_writes(self, tmp_path: Path) -> None:
+        multilingual.main(multilingual.CLIConfig(folder=str(tmp_path)))
+        for name in (multilingual.FILE, multilingual.LANGUAGES_FILE):
+            assert (tmp_path / name).read_bytes() == (EXAMPLE_DATA / name).read_bytes()
+
+    def test_the_recipe_knows_the_language_of_each_line(self) -> None:
+        assert create_data.TASKS["languages"]().lines == labelled_lines()
 
     def test_every_language_has_its_share_and_its_own_lines(self) -> None:
         codes = list(labelled_lines().values())

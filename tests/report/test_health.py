@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tinker_cookbook.report.health import findings
+from tinker_cookbook.report.health import findings, findings_as_json
 
 
 def levels(**metrics: list[Any]) -> dict[str, str]:
@@ -117,6 +117,11 @@ EDGES: list[tuple[dict[str, list[float]], dict[str, str]]] = [
     ({"optim/grad_norm": [*[1.0] * 60, 35.0]}, {"gradients": "look"}),  # the mean is 1.56
     ({"optim/grad_norm": [*[1.0] * 60, 25.0]}, {}),  # the mean is 1.39
     ({"optim/kl_sample_train_v2": [float("nan"), 1e-6]}, {"sampler and trainer": "fine"}),
+    ({"optim/entropy": [*[1.0] * 5, 9.0, 9.0, *[0.05] * 5]}, {"entropy": "look"}),  # the first five with the last five
+    ({"optim/grad_norm": [*[0.0] * 19, 20.0]}, {}),  # twenty times the mean
+    ({"optim/grad_norm": [*[0.0] * 20, 21.0]}, {"gradients": "look"}),
+    ({"optim/grad_norm": [*[0.0] * 30, 1e-3]}, {"gradients": "look"}),  # however small
+    ({"optim/grad_norm": [*[0.0] * 10, 900.0, *[0.0] * 30]}, {}),  # long ago
 ]  # fmt: skip
 
 
@@ -153,7 +158,7 @@ def test_each_finding_says_its_numbers_and_names_its_metrics() -> None:
         "train/frac_clipped": [0.5],
         "train/nonfinite_steps": [1.0],
         "train/nonfinite_passes": [2.0],
-        "optim/grad_norm": [*[100.0] * 2, *[0.0] * 400, 32.0, *[0.0] * 4],
+        "optim/grad_norm": [*[0.0] * 6, *[100.0] * 2, *[0.0] * 394, 32.0, *[0.0] * 4],
     }
     found = {finding.what: finding for finding in findings(metrics)}
     groups = ("groups/trained", "groups/filtered", "env/all/by_group/frac_mixed")
@@ -180,6 +185,14 @@ def test_each_finding_says_its_numbers_and_names_its_metrics() -> None:
         "gradients": "jumped to 32; its mean is 0.57.",
     }.items():
         assert said in found[what].sentence, found[what]
+    none = {"step": [0], "env/all/stop/completed": [0.0], "optim/frac_clipped": [1.0]}
+    assert [finding.sentence[:16] for finding in findings(none)] == ["Lately 100 % of "] * 2
+
+
+def test_as_json_a_finding_has_all_its_fields() -> None:
+    (found,) = findings_as_json({"step": [0], "optim/grad_norm": [1.0], "optim/kl_sample_train_v2": [0.02]})
+    assert found.pop("sentence").startswith("The KL between sampler and trainer reached 0.02;")
+    assert found == {"level": "bad", "what": "sampler and trainer", "keys": ("optim/kl_sample_train_v2",)}
 
 
 def depths(*late: float) -> str:
@@ -190,6 +203,7 @@ def depths(*late: float) -> str:
         {"step": list(range(6)), "optim/kl_sample_train_v2": [0.01] * 6, **dict(reversed(columns.items()))}
     )
     assert finding.keys == ("optim/kl_sample_train_v2", *names)
+    assert finding.sentence.startswith("The KL between sampler and trainer reached 0.01; ")
     return finding.sentence
 
 
@@ -197,11 +211,23 @@ def test_growth_with_depth_is_that_from_the_first_to_the_last_lately() -> None:
     assert "(0.001 to 0.0031): look at positions" in depths(0.001, 0.001, 0.0031)
     assert "grows" not in depths(0.001, 0.1, 0.0029)
     assert "grows" not in depths(0.1)
+    assert "grows" not in depths(0.25, 0.75) and "grows" in depths(0.25, 0.7501)
     assert "grows with depth (0 to 0.1)" in depths(0.0, 0.1)
 
 
-@pytest.mark.parametrize(("versions", "older"), [([0, 1, 2], False), ([0, 0, 2], True), ([1, 2, 3], False)])
-def test_groups_of_older_weights_are_a_reason_for_a_high_kl(versions: list[int], older: bool) -> None:
+@pytest.mark.parametrize(
+    ("versions", "older"),
+    [
+        ([0, 1, 2], False),
+        ([0, 0, 2], True),
+        ([1, 2, 3], False),
+        ([0, None, 1], True),
+        ([None, 1, 2], False),
+        ([0], False),
+    ],
+)
+def test_groups_of_older_weights_are_a_reason_for_a_high_kl(versions: list[int | None], older: bool) -> None:
     metrics = {"step": [0, 1, 2], "optim/kl_sample_train_v2": [0.02] * 3, "sampling_client/step_min": versions}
     (finding,) = findings(metrics)
     assert ("older weights" in finding.sentence) == older
+    assert finding.sentence.startswith("The KL between sampler and trainer reached 0.02; ")

@@ -65,6 +65,14 @@ def test_no_more_are_dropped_than_the_next_steps_have_no_room_for() -> None:
     assert opened(2, "drop", versions, [B, A])._first_finished(5, 2) == ([B], [C])
 
 
+def test_those_that_come_too_late_for_several_steps_are_all_dropped() -> None:
+    """C ends with this step, D, E and F with the next one, which takes two of them."""
+    versions: dict[tuple[int, int], int | None] = {A: 5, B: 5, C: 3, D: 4, E: 4, F: 4}
+    assert opened(2, "drop", versions, [A, B])._first_finished(5, 3) == ([A], [C, D])
+    late: dict[tuple[int, int], int | None] = {D: 3, C: 3, A: 5, B: 5}
+    assert opened(2, "drop", late, [A, B])._first_finished(5, 3) == ([A], [C, D]), "in the order of the data"
+
+
 def test_those_for_which_there_is_room_later_come_in_the_order_of_their_end() -> None:
     """Three end with step 7, and steps 6 and 7 take four."""
     versions: dict[tuple[int, int], int | None] = {A: 4, B: 4, C: 4, D: 5}
@@ -89,3 +97,20 @@ def test_the_oldest_weights_come_first_where_none_is_too_old(
     assert ahead._oldest_finished(2) == ([C, B], [])
     useless.add(B)
     assert ahead._oldest_finished(2) == ([A, C, B], []), "besides what cannot be trained on"
+
+
+def test_whatever_its_age_a_step_waits_for_as_many_as_it_takes_while_others_may_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    useless: set[tuple[int, int]] = set()
+    monkeypatch.setattr(PendingGroups, "_is_unusable", lambda self, key: key in useless)
+    versions: dict[tuple[int, int], int | None] = {A: 4, B: 3, C: 2, D: 5}
+    assert opened(2, "train", versions, [A])._oldest_finished(2) is None
+    assert opened(2, "train", versions, [B, A])._oldest_finished(2) == ([A, B], []), (
+        "the others are still being sampled"
+    )
+    assert opened(2, "train", {A: 4}, [A])._oldest_finished(2) == ([A], []), "the data has run out"
+    assert opened(2, "train", {A: 1, B: 0}, [A, B])._oldest_finished(1) == ([B], []), "those of the first weights"
+    useless.add(B)
+    assert opened(2, "train", versions, [B, A])._oldest_finished(2) is None
+    assert opened(2, "train", {A: 4, B: 3}, [B, A])._oldest_finished(2) == ([A, B], [])

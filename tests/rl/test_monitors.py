@@ -122,7 +122,7 @@ class TestSpecialCases:
 
 def play(replies: list[str]) -> TrajectoryGroup:
     """A group of the environment code_rl, in which each member writes one program."""
-    env = partial(CodeEnv, SQUARE, usable(), SandboxLimits(wall_s=10.0, cpu_s=10.0), CodeRewards(), 1)
+    env = partial(CodeEnv, SQUARE, usable(), SandboxLimits(wall_s=60.0, cpu_s=60.0), CodeRewards(), 1)
     builder = pickle.loads(pickle.dumps(MessageGroupBuilder(env, len(replies), RENDERER, "code")))
     policy = ScriptedCompleter({i: [speech(RENDERER, text)] for i, text in enumerate(replies)})
 

@@ -42,7 +42,7 @@ def python(run: Run, code: str, limits: SandboxLimits = LIMITS, **more: object):
 def test_a_program_gets_its_files_its_input_and_says_how_it_ended(run: Run) -> None:
     result = run("cat a/b.txt -; ./run.sh; exit 3", {"a/b.txt": "one\n", "run.sh": "#!/bin/sh\necho >&2 $PWD"}, "two\n")
     assert (result.stdout, result.stderr, result.exit_code) == ("one\ntwo\n", "/tmp/work\n", 3)
-    assert result.limit is None and not result.ok and 0 < result.wall_s < 60
+    assert result.limit is None and not result.ok and result.wall_s > 0
     assert python(run, "print(sum(map(int, '123')))").ok
 
 

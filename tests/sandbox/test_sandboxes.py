@@ -13,6 +13,7 @@ import chz
 import pytest
 
 from tests.sandbox.running import LIMITS, running, usable
+from tests.waiting import HANG_SECONDS
 from tinker_cookbook.exceptions import ConfigurationError, SandboxError
 from tinker_cookbook.sandbox import (
     Sandbox,
@@ -216,7 +217,7 @@ class TestSession:
 
     def test_a_command_s_time_is_its_own(self, sandbox: Sandbox) -> None:
         session = SandboxSession(sandbox, SandboxLimits(wall_s=0.01))
-        assert asyncio.run(session.run_command("sleep 0.1; echo over", timeout=60)).stdout == "over\n"
+        assert asyncio.run(session.run_command("sleep 0.1; echo over", timeout=int(HANG_SECONDS))).stdout == "over\n"
 
 
 class TestUnsafeSubprocess:
@@ -255,7 +256,7 @@ asyncio.run(get_sandbox("bubblewrap").run({{}}, {mark!r}, limits=SandboxLimits(w
         return any(mark.encode() in _cmdline(folder).replace(b"\0", b" ") for folder in Path("/proc").glob("[0-9]*"))
 
     async def until(wanted: bool) -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_SECONDS):
             while is_running() != wanted:
                 assert process.poll() is None or not wanted
                 await asyncio.sleep(0.02)

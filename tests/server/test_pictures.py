@@ -13,6 +13,7 @@ import tinker
 from tests.engine.vision_models import BEGIN, END, model_input, picture, png, write_vision_model
 from tests.server.data import ATOL, random_tokens
 from tests.server.serving import KEY, TENANTS, TINY_CHAT, Serving
+from tests.waiting import HANG_SECONDS
 from tinker_local_backend import ServiceClient
 
 pytestmark = pytest.mark.server
@@ -76,7 +77,10 @@ def ask(serving: Serving, path: str, content: Any) -> httpx.Response:
         "temperature": 0,
     }
     return httpx.post(
-        f"{serving.url}/v1/chat/completions", json=body, headers={"authorization": f"Bearer {KEY}"}, timeout=60
+        f"{serving.url}/v1/chat/completions",
+        json=body,
+        headers={"authorization": f"Bearer {KEY}"},
+        timeout=HANG_SECONDS,
     )
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 import tinker
@@ -131,3 +132,21 @@ def test_tls(tmp_path: Path) -> None:
         assert serving.url.startswith("https://")
         context = ssl.create_default_context(cafile=str(cert))
         assert httpx.get(f"{serving.url}/health", verify=context).json() == {"status": "ok"}
+
+
+def libraries(process: psutil.Process) -> set[str]:
+    """The names of the files that a process has in memory."""
+    return {Path(one.path).name for one in process.memory_maps()}
+
+
+def test_the_process_of_http_has_no_torch_and_the_engine_s_has(tmp_path: Path) -> None:
+    """Also after it has written a chat's prompt and read the reply, with a tokenizer of transformers."""
+    with Serving(tmp_path / "home") as serving:
+        (engine,) = children(serving.process)
+        body = {"model": TINY_CHAT, "messages": [{"role": "user", "content": "Hello."}], "max_tokens": 2}
+        headers = {"authorization": f"Bearer {KEY}"}
+        url = f"{serving.url}/v1/chat/completions"
+        assert httpx.post(url, json=body, headers=headers, timeout=HANG_SECONDS).status_code == 200
+        assert any(name.startswith("libtorch") for name in libraries(engine))
+        assert not any(name.startswith("libtorch") for name in libraries(psutil.Process(serving.process.pid)))
+        assert "PyTorch was not found" not in "".join(serving.lines)

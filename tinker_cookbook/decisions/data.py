@@ -20,7 +20,7 @@ from tinker_cookbook.supervised.common import datum_from_model_input_weights
 from tinker_cookbook.supervised.data import train_and_test
 from tinker_cookbook.supervised.types import ChatDatasetBuilder, SupervisedDataset
 from tinker_cookbook.utils.lazy import tinker, torch
-from tinker_cookbook.utils.narrowing import is_list, is_object, is_tuple
+from tinker_cookbook.utils.narrowing import is_list, is_object, is_tuple, to_list
 
 T = TypeVar("T")
 
@@ -111,7 +111,7 @@ def load_rows(
     if isinstance(dataset, str) and is_data_file(dataset):
         return read_file(dataset, read, expected, "dataset", bad), []
     made: Any = datasets.resolve(dataset)()
-    train, test = made if is_tuple(made) and len(made) == 2 else (made, [])
+    train, test = made if is_tuple(made) and len(made) == 2 else (made, list[Any]())
     name = dataset if isinstance(dataset, str) else describe(dataset)
 
     def parsed(rows: Any) -> list[T]:
@@ -159,7 +159,7 @@ def split_decisions(data: Sequence[tinker.Datum]) -> tuple[list[tinker.Datum], l
     for i, datum in enumerate(data):
         if DECISION not in datum.loss_fn_inputs:
             raise DataValidationError(f"datum {i} is of no decision; use a DecisionDatasetBuilder")
-        count, place, target = datum.loss_fn_inputs[DECISION].to_torch().tolist()
+        count, place, target = to_list(datum.loss_fn_inputs[DECISION].to_torch())
         if place != (0 if not left else len(targets[-1])):
             raise DataValidationError(f"datum {i} is choice {place:.0f} of its decision, where another was to come")
         if not left:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 
 from tinker_cookbook.clients import SamplingClient
@@ -11,6 +11,7 @@ from tinker_cookbook.decisions.data import choice_tokens
 from tinker_cookbook.decisions.rules import decision
 from tinker_cookbook.renderers import Message, Renderer
 from tinker_cookbook.utils.lazy import torch
+from tinker_cookbook.utils.narrowing import to_list
 
 
 @dataclass(frozen=True)
@@ -25,14 +26,14 @@ class DecisionPolicy:
 
         Raises DataValidationError for fewer than two choices.
         """
-        pending = []
+        pending: list[tuple[Awaitable[list[float | None]], torch.Tensor]] = []
         for choice in choices:
             model_input, weights = choice_tokens(messages, choice, self.renderer)
             pending.append((self.client.compute_logprobs(model_input), weights))
         scores = [_sum(await logprobs, weights) for logprobs, weights in pending]
-        return decision(torch.tensor(scores, dtype=torch.float64)).exp().tolist()
+        return to_list(decision(torch.tensor(scores, dtype=torch.float64)).exp())
 
 
 def _sum(logprobs: Sequence[float | None], weights: torch.Tensor) -> float:
-    chosen = zip(logprobs, weights.tolist(), strict=True)
+    chosen = zip(logprobs, to_list(weights), strict=True)
     return math.fsum(logprob for logprob, weight in chosen if weight and logprob is not None)

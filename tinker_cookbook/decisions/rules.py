@@ -12,6 +12,7 @@ from typing import Literal, TypeAlias, get_args
 
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.utils.lazy import torch
+from tinker_cookbook.utils.narrowing import to_list
 
 Rule: TypeAlias = Literal["cross_entropy", "brier"]
 METRICS = ("cross_entropy", "brier", "accuracy", "confidence", "distance", "calibration_error")
@@ -69,7 +70,7 @@ def decision_loss(
         )
     logs_D = [decision(scores) for scores in scores_D]
     loss = torch.stack([score(logs, target, rule) for logs, target in zip(logs_D, targets_D, strict=True)]).mean()
-    probabilities_D: list[list[float]] = [logs.detach().exp().tolist() for logs in logs_D]
+    probabilities_D: list[list[float]] = [to_list(logs.detach().exp()) for logs in logs_D]
     return loss, decision_metrics(probabilities_D, targets_D)
 
 

@@ -62,8 +62,8 @@ def _kl(columns: Columns) -> Iterator[Finding]:
     values = list(late.values())
     if len(values) > 1 and values[-1] > 3 * max(values[0], 1e-12):
         sentence += f" It grows with depth ({values[0]:.2g} to {values[-1]:.2g}): look at positions and the cache."
-    versions = _values(columns, "sampling_client/step_min")
-    if versions and any(step - version > 0 for step, version in zip(columns["step"], versions, strict=False)):
+    versions = zip(columns["step"], columns.get("sampling_client/step_min", ()), strict=False)
+    if any(isinstance(version, int | float) and step > version for step, version in versions):
         sentence += " Some groups were sampled with older weights, which raises it."
     yield Finding("bad" if worst > 10 * KL_HEALTHY else "look", "sampler and trainer", sentence, keys)
 

@@ -14,6 +14,7 @@ from tinker_cookbook.exceptions import DataFormatError
 from tinker_cookbook.report.failures import why
 from tinker_cookbook.report.runs import RunData
 from tinker_cookbook.runs.vocabulary import split_text
+from tinker_cookbook.stores.columns import read_file
 from tinker_cookbook.stores.images import ShownImage
 
 INDEX_COLUMNS = (
@@ -79,7 +80,7 @@ def index_step(run: RunData, step: int, words: Words) -> dict[str, list[Any]]:
     try:
         there = parquet.read_schema(pyarrow.BufferReader(content)).names
         wanted = [*_READ, *([_LATER] if _LATER in there else [])]
-        table = parquet.read_table(pyarrow.BufferReader(content), columns=wanted)
+        table = read_file(pyarrow.BufferReader(content), wanted)
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise DataFormatError(f"{name}: its rollouts cannot be read ({error})") from error
     group, member = table["group"].to_numpy(), table["member"].to_numpy()

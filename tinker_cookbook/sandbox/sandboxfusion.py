@@ -160,7 +160,7 @@ class SandboxFusion(Sandbox):
         most = limits.output_kb << 10
         stderr = as_bytes(str(ran.get("stderr") or ""))
         truncated = max(len(parts.stdout), len(stderr)) > most
-        fetched = answer.get("files") or {}
+        fetched: Mapping[str, str] = answer.get("files") or {}
         code = ran.get("return_code")
         return SandboxResult(
             stdout=parts.stdout[:most].decode(errors="replace"),

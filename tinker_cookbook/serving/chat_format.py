@@ -57,7 +57,7 @@ class RendererFormat:
     tokenizer: Tokenizer
     model_name: str
     offered: Sequence[str] = ()
-    renderers: dict[str, Renderer] = field(default_factory=dict)
+    renderers: dict[str, Renderer] = field(default_factory=dict[str, Renderer])
     tools: Sequence[ToolSpec] = ()
 
     @classmethod
@@ -268,7 +268,7 @@ def _with_unparsed_calls(message: Mapping[str, Any]) -> Message:
     """One of OpenAI's messages in the renderer's form. Calls that could not be read are cut off the end of the content, where
     `read` put them, and are written as the model wrote them; where the content was changed, it is the message."""
     message = dict(message)
-    unparsed = message.pop("unparsed_tool_calls", None) or []
+    unparsed: list[dict[str, Any]] = message.pop("unparsed_tool_calls", None) or []
     (plain,) = openai_messages_to_tinker([message])
     raw, content = "\n".join(call["raw_text"] for call in unparsed), message.get("content") or ""
     if not raw or not (content == raw or content.endswith(f"\n{raw}")):

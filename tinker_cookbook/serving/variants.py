@@ -104,7 +104,7 @@ def variant(
 
 def _family(name: str) -> Mapping[str, str]:
     listed = _SAME.get(name, name)
-    return next((family for family in _FAMILIES if listed in family.values()), {})
+    return next((family for family in _FAMILIES if listed in family.values()), dict[str, str]())
 
 
 def _thinks(name: str, family: Mapping[str, str]) -> bool:

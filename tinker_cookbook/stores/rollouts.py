@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinker_cookbook.exceptions import DataFormatError
+from tinker_cookbook.stores.columns import arrays_of, lists, numbers, read_file, texts
 from tinker_cookbook.stores.images import ShownImage
 from tinker_cookbook.utils.files import to_jsonable
 from tinker_cookbook.utils.lazy import np
 from tinker_cookbook.utils.secrets import redactor
 
 if TYPE_CHECKING:
-    import pyarrow
+    pass
 
 FILE_NAME = "rollouts.parquet"
 SCHEMA_VERSION = 1
@@ -53,9 +54,9 @@ def rollouts_file(rows: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -
     from pyarrow import parquet
 
     rows = [{**row, "images": json.dumps(images) if (images := row.get("images")) else None} for row in rows]
-    arrays = {name: _list_column([row[name] for row in rows], kind) for name, kind in _LISTS.items()}
+    arrays = {name: lists([row[name] for row in rows], kind) for name, kind in _LISTS.items()}
     for name, kind in _VALUES.items():
-        arrays[name] = pyarrow.array([row[name] for row in rows], type=pyarrow.type_for_alias(kind))
+        arrays[name] = (texts if kind == "string" else numbers)([row[name] for row in rows], kind)
     about = {"schema_version": SCHEMA_VERSION, **about}
     metadata = {key: json.dumps(redactor()(to_jsonable(value))) for key, value in about.items()}
     table = pyarrow.table({name: arrays[name] for name in COLUMNS}).replace_schema_metadata(metadata)
@@ -107,17 +108,20 @@ def read_rollouts(path: Path | str, content: bytes | None = None) -> tuple[dict[
         DataFormatError: the file is damaged, or has another version.
     """
     import pyarrow
-    from pyarrow import parquet
 
     about = read_about(path, content)
     try:
-        table = parquet.read_table(path if content is None else pyarrow.BufferReader(content))
+        table = read_file(path if content is None else pyarrow.BufferReader(content))
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise DataFormatError(f"{path}: cannot be read as rollouts ({error})") from error
     lacking = [name for name in COLUMNS if name not in table.column_names]
     if missing := [name for name in lacking if name not in _LATER]:
         raise DataFormatError(f"{path}: has no column {', '.join(missing)}")
-    columns = {name: [None] * table.num_rows if name in lacking else _values(table[name], name) for name in COLUMNS}
+
+    def values_of(name: str) -> list[Any]:
+        return arrays_of(table[name]) if name in _LISTS else table[name].to_pylist()
+
+    columns = {name: [None] * table.num_rows if name in lacking else values_of(name) for name in COLUMNS}
     rows = [{name: columns[name][i] for name in COLUMNS} for i in range(table.num_rows)]
     before, images = np.zeros(0, dtype=np.int32), list[ShownImage]()
     for row in rows:
@@ -128,19 +132,3 @@ def read_rollouts(path: Path | str, content: bytes | None = None) -> tuple[dict[
         images = [image for image in images if image["at"] < row["prompt_shared"]] + json.loads(row["images"] or "[]")
         row["images"] = images
     return about, rows
-
-
-def _list_column(values: Sequence[np.ndarray | None], kind: str) -> pyarrow.Array:
-    import pyarrow
-
-    lengths = [0 if value is None else len(value) for value in values]
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    flat = np.concatenate([np.zeros(0, dtype=kind), *(value for value in values if value is not None)]).astype(kind)
-    missing = pyarrow.array([value is None for value in values], type=pyarrow.bool_())  # also if there are no rows
-    return pyarrow.ListArray.from_arrays(pyarrow.array(offsets), pyarrow.array(flat), mask=missing)
-
-
-def _values(column: pyarrow.ChunkedArray, name: str) -> list[Any]:
-    if name not in _LISTS:
-        return column.to_pylist()
-    return [None if not value.is_valid else value.values.to_numpy(zero_copy_only=False) for value in column]

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from tinker_cookbook.exceptions import DataFormatError, DataValidationError
 from tinker_cookbook.stores.checkpoint_record import CheckpointRecord, parse_checkpoints
+from tinker_cookbook.stores.columns import read_file, texts
 from tinker_cookbook.stores.images import is_whole
 from tinker_cookbook.stores.incremental import IncrementalReader
 from tinker_cookbook.stores.rollouts import FILE_NAME, read_about, read_rollouts, rollouts_file
@@ -88,12 +89,11 @@ class TrainingRunStore(FileStore):
         if it is damaged.
         """
         import pyarrow
-        from pyarrow import parquet
 
         if (content := self._read(VOCABULARY_BASE_NAME)) is None:
             return None
         try:
-            return parquet.read_table(pyarrow.BufferReader(content), columns=["bytes"])["bytes"].to_pylist()
+            return read_file(pyarrow.BufferReader(content), ["bytes"])["bytes"].to_pylist()
         except (OSError, ValueError, KeyError, pyarrow.ArrowException) as error:
             raise DataFormatError(
                 f"{self._label(VOCABULARY_BASE_NAME)}: cannot be read as a vocabulary ({error}). Remove it: ids are shown then"
@@ -214,7 +214,7 @@ class TrainingRunStore(FileStore):
         from pyarrow import parquet
 
         buffer = pyarrow.BufferOutputStream()
-        table = pyarrow.table({"bytes": pyarrow.array(pieces, type=pyarrow.binary())})
+        table = pyarrow.table({"bytes": texts(pieces, "binary")})
         parquet.write_table(table, buffer, compression="zstd")
         self._write(VOCABULARY_BASE_NAME, buffer.getvalue().to_pybytes())
 

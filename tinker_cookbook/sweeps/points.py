@@ -141,9 +141,8 @@ def _plan_run(recipe: Recipe, point: Point, fixed: Point) -> PlannedRun:
         config = cli_utils.parse(recipe.config_cls, arguments)
     except Exception as error:
         # chz prefixes field names, and mentions --help, which is the recipe's and not the sweep's.
-        message = re.sub(r"\bX_(?=\w)", "", str(error)).replace(
-            "\nAppend --help to your command to see valid arguments", ""
-        )
+        message = cli_utils.what_is_unknown(str(error)) or re.sub(r"\bX_(?=\w)", "", str(error))
+        message = message.replace("\nAppend --help to your command to see valid arguments", "")
         raise ConfigurationError(f"{recipe.module} refuses {' '.join(arguments)}: {message}") from error
     values = {key: _value_in(config, key, value) for key, value in point.items()}
     dumped = {key: value for key, value in to_jsonable(config).items() if key not in RUN_KEYS}

@@ -156,7 +156,7 @@ def clustered_mean(values_G: Sequence[Sequence[float]], low: float = 0.0, high: 
     if {value for values in values_G for value in values} <= {low, high}:
         rate = (mean - low) / span
         alone = rate * (1 - rate) / n
-        trials = n if alone == 0 else min(n, n * alone / (variance / span**2)) if variance else n
+        trials = min(n, n * alone / (variance / span**2)) if variance else n
         interval = wilson(rate * trials, trials)
         return Estimate(mean, low + span * interval.low, low + span * interval.high)
     half = Z_95 * math.sqrt(variance + (span / (2 * n)) ** 2)

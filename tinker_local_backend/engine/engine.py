@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Generator, Hashable
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -269,7 +269,7 @@ class Engine:
         return gate
 
     @contextmanager
-    def _waiting(self, gate: LoopGate[_Work] | None) -> Iterator[None]:
+    def _waiting(self, gate: LoopGate[_Work] | None) -> Generator[None]:
         """Enclose a blocking wait for a request that came through `gate`, on any thread.
 
         The worker must not stall on a held request or on a loop that this wait blocks.

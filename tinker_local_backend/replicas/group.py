@@ -78,10 +78,10 @@ class Replicas(Ranks):
         self._seconds = environment.read("TINKER_LOCAL_REPLICA_TIMEOUT") or DEFAULT_TIMEOUT_SECONDS
         limit = timedelta(seconds=self._seconds)
         dist.init_process_group("cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo", timeout=limit)
-        self._group: Any = dist.new_group(timeout=limit if rank() == 0 else _NO_LIMIT, backend="gloo")
+        self._group: Any = dist.new_group(timeout=limit if rank() == 0 else _NO_LIMIT, backend="gloo")  # pyright: ignore[reportUnknownMemberType]
         """for commands and results"""
         all_divide: list[Any] = [None] * world_size()
-        dist.all_gather_object(all_divide, divides, self._group)
+        dist.all_gather_object(all_divide, divides, self._group)  # pyright: ignore[reportUnknownMemberType]
         if len(set(all_divide)) > 1:
             raise RequestError(
                 "TINKER_LOCAL_BASE_WEIGHTS differs between the processes: set it for all of them, or for none"

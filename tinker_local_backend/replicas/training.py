@@ -85,8 +85,8 @@ class ReplicatedRun:
                 gradients = self._pass.gradients or self.state.zeros()
                 self._pass.clear()
                 flat = torch.cat([gradient.flatten() for gradient in gradients])
-                dist.all_reduce(flat)
-            parts = flat.split([gradient.numel() for gradient in gradients])
+                dist.all_reduce(flat)  # pyright: ignore[reportUnknownMemberType]
+            parts: Sequence[torch.Tensor] = torch.split(flat, [gradient.numel() for gradient in gradients])
             self.state.accumulate([part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)])
         return self._output
 

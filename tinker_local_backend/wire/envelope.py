@@ -92,7 +92,7 @@ def _read(message: memoryview) -> Envelope:
 
 def _add_datum(datum: memoryview, digest: hashlib.blake2b, limit: int) -> tuple[int, int]:
     """Add a datum to the digest, but stop above `limit` fields. Returns its tokens and fields."""
-    inputs, tokens, fields = [], 0, 0
+    inputs, tokens, fields = list[bytes](), 0, 0
     digest.update(b"datum")
     for number, value in _fields(datum):
         fields += 1

@@ -26,7 +26,7 @@ the threads that compute to get it back."""
 class Frame:
     """`fields` are small and already checked by the sender; `body` is a protobuf message or empty."""
 
-    fields: dict[str, Any] = field(default_factory=dict)
+    fields: dict[str, Any] = field(default_factory=dict[str, Any])
     body: bytes = b""
 
     def encode(self) -> list[bytes]:

@@ -16,7 +16,7 @@ import numpy as np
 import tinker
 import torch
 
-from tests.engine.cuda.fake_gpu import GPU, NoCopies, on_a_fake_gpu
+from benchmarks.fake_gpu import GPU, NoCopies, on_a_fake_gpu
 from tests.engine.helpers import datum, random_tokens
 from tinker_local_backend.engine.cuda import varlen
 from tinker_local_backend.engine.cuda.execution import CudaExecution

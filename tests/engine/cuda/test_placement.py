@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
-from tests.engine.cuda.fake_gpu import GPU, NoCopies, on_a_fake_gpu
+from benchmarks.fake_gpu import GPU, NoCopies, on_a_fake_gpu
 from tinker_local_backend.engine.cuda import step as step_module
 from tinker_local_backend.engine.cuda.adapter_slots import AdapterSlots
 from tinker_local_backend.engine.cuda.execution import CudaExecution

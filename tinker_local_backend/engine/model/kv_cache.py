@@ -3,6 +3,8 @@
 sampling/pages.py decides which sequence has which page. Tensors grow with the pool and keep their contents.
 """
 
+# pyright: strict
+
 from __future__ import annotations
 
 import math

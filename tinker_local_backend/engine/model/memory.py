@@ -1,5 +1,7 @@
 """Available memory, and how to recognise that it ran out."""
 
+# pyright: strict
+
 from __future__ import annotations
 
 import ctypes

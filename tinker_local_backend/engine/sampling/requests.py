@@ -1,5 +1,7 @@
 """Sampling requests, checked before they enter the queue: a bad request fails alone and at once."""
 
+# pyright: strict
+
 from __future__ import annotations
 
 import logging

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +39,7 @@ class Example:
     """A checked datum: N input tokens and, per loss input, an array of shape (N,) or (N, K) aligned with them."""
 
     tokens: tuple[int, ...]
-    inputs: dict[str, npt.NDArray]
+    inputs: dict[str, npt.NDArray[Any]]
     routes: Routes = None
     pictures: SequencePictures | None = None
 

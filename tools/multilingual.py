@@ -1,8 +1,8 @@
-"""Writes multilingual.txt: short everyday sentences in fifteen languages, shuffled, one per line, without labels.
+"""Writes multilingual.txt, short everyday sentences in fifteen languages, shuffled and without labels, and next to it
+multilingual_languages.txt, the language of each line as a code of ISO 639-1.
 
-    python -m recipes.prompt_distillation.multilingual path=my_sentences.txt seed=1
-
-The shipped example_data/multilingual.txt is its output with seed 0.
+    python -m tools.multilingual                   the shipped files, in example_data
+    python -m tools.multilingual folder=. seed=1   others
 
 Each sentence says what someone does at some time. In every language the persons are women, so that verbs that agree
 with their subject's gender are right in all sentences. The output is the same on every machine.
@@ -20,7 +20,7 @@ from tinker_cookbook.field_groups import Seeded
 from tinker_cookbook.utils.files import write_text
 
 LINES_PER_LANGUAGE = 140
-FILE = EXAMPLE_DATA / "multilingual.txt"
+FILE, LANGUAGES_FILE = "multilingual.txt", "multilingual_languages.txt"
 
 
 @dataclass(frozen=True)
@@ -292,12 +292,14 @@ def labelled_lines(seed: int = 0) -> dict[str, str]:
 class CLIConfig(Seeded):
     """Where to write."""
 
-    path: str = chz.field(default="multilingual.txt", doc="the text file, which is replaced")
+    folder: str = chz.field(default=str(EXAMPLE_DATA), doc=f"folder of {FILE} and {LANGUAGES_FILE}, which are replaced")
 
 
 def main(config: CLIConfig) -> None:
-    write_text(Path(config.path), "".join(f"{line}\n" for line in labelled_lines(config.seed)))
-    print(f"written to {config.path}")
+    known = labelled_lines(config.seed)
+    for name, lines in ((FILE, known.keys()), (LANGUAGES_FILE, known.values())):
+        write_text(Path(config.folder) / name, "".join(f"{line}\n" for line in lines))
+    print(f"written to {config.folder}: {FILE}, {LANGUAGES_FILE}")
 
 
 if __name__ == "__main__":
