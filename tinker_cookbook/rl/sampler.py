@@ -112,15 +112,21 @@ class Sampler:
         return WrappedTrajectoryGroup(group, builder, version, time.perf_counter() - started, place)
 
     async def sample_signal(
-        self, batch: int, place: int, builder: EnvGroupBuilder, size: int
+        self,
+        batch: int,
+        place: int,
+        builder: EnvGroupBuilder,
+        size: int,
+        replaced: list[WrappedTrajectoryGroup] | None = None,
     ) -> WrappedTrajectoryGroup:
         """`sample_group`, and while it has no signal another group in its place, up to `replace_constant_groups` times
         (dynamic sampling: Yu et al. 2025, "DAPO", arXiv 2503.14476, section 3.2). The last is returned with those before it.
 
         Args:
             size: groups of the batch. Replacements depend on batch and place alone, so they are the same in every pacing.
+            replaced: is given what has been replaced so far, for a caller that may cancel this.
         """
-        group, replaced = await self.sample_group(batch, place, builder), list[WrappedTrajectoryGroup]()
+        group, replaced = await self.sample_group(batch, place, builder), [] if replaced is None else replaced
         for attempt in range(1, self.config.replace_constant_groups + 1):
             if not self.is_unusable(group):
                 break
