@@ -1,6 +1,7 @@
 """Cross entropy on what the environment wrote: which tokens, with which weight, and beside the policy's loss."""
 
 import asyncio
+from functools import partial
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ def test_it_is_what_stands_between_sampled_tokens() -> None:
 )
 def test_weights_are_positive_and_follow_the_scale(scale, weight: float) -> None:
     """cross_entropy is -sum(w log p): a positive weight raises what the environment wrote. DATA has no such tokens."""
-    made = environment_data([TALK, *DATA, TALK], 0.5, scale)
+    made = environment_data([TALK, *DATA, TALK], [TALK, *DATA, TALK], 0.5, scale)
     assert len(made) == 2
     for datum in made:
         assert set(datum.loss_fn_inputs) == {"target_tokens", "weights"}
@@ -39,9 +40,19 @@ def test_weights_are_positive_and_follow_the_scale(scale, weight: float) -> None
         assert datum.model_input.to_ints() == TALK.model_input.to_ints()
 
 
+def test_the_mean_over_the_batch_s_tokens_is_the_same_in_any_number_of_substeps() -> None:
+    for substeps in (1, 2):
+        client = FakeTrainingClient(FakeServiceClient(), "fake")
+        update = Update(client, 1e-3, "ppo", environment_data_of=partial(environment_data, coef=0.5, scale="token"))
+        update.submit([TALK, TALK], substeps)
+        passes = [one for one in client.passes if one.loss_fn == "cross_entropy"]
+        weights = np.concatenate([array(datum, "weights") for one in passes for datum in one.data])
+        assert len(passes) == substeps and weights[weights != 0] == pytest.approx([0.5 / 6] * 6)
+
+
 def test_it_is_a_pass_of_its_own_before_the_step() -> None:
     client = FakeTrainingClient(FakeServiceClient(), "fake")
-    update = Update(client, 1e-3, "ppo", environment_data_of=lambda data: environment_data(data, 0.5, "sum"))
+    update = Update(client, 1e-3, "ppo", environment_data_of=partial(environment_data, coef=0.5, scale="sum"))
     update.submit([TALK, *DATA], 1)
     logprobs_D, metrics = asyncio.run(update.finish())
     assert [(one.loss_fn, len(one.data)) for one in client.passes] == [("ppo", 3), ("cross_entropy", 1)]

@@ -29,15 +29,20 @@ def environment_mask(mask_N: np.ndarray) -> np.ndarray:
     return chosen
 
 
-def environment_data(data_D: Sequence[tinker.Datum], coef: float, scale: Scale) -> list[tinker.Datum]:
+def environment_data(
+    data_D: Sequence[tinker.Datum], batch_D: Sequence[tinker.Datum], coef: float, scale: Scale
+) -> list[tinker.Datum]:
     """Datums for cross_entropy whose loss is coef * -log p, summed over the environment's tokens; without those that have none.
 
     Args:
         data_D: datums of rollouts, with `mask`.
+        batch_D: those of the whole batch, of which these are a part.
         scale: `sum`; `sequence` and `turn`: mean over the tokens of each datum; `token`: over those of the batch.
     """
     masks_D = [environment_mask(datum.loss_fn_inputs["mask"].to_numpy()) for datum in data_D]
-    total = sum(int(mask.sum()) for mask in masks_D)
+    total = 0
+    if scale == "token":
+        total = sum(int(environment_mask(datum.loss_fn_inputs["mask"].to_numpy()).sum()) for datum in batch_D)
     made: list[tinker.Datum] = []
     for datum, mask in zip(data_D, masks_D, strict=True):
         if not mask.any():
