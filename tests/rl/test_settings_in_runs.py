@@ -86,14 +86,37 @@ def test_long_replies_lose_reward(service: FakeServiceClient, tmp_path: Path, pa
     assert len(of_long) == 3 and all((sampled(datum, "advantages") == -3.5).all() for datum in of_long)
 
 
-@every_pacing
-def test_replies_that_are_cut_off_do_not_train(
-    service: FakeServiceClient, tmp_path: Path, pacing: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def cut_off(**sequence: Any) -> SampledSequence:
+@pytest.fixture
+def cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replies of four tokens, the most that there may be, have no stop token."""
+
+    def made(**sequence: Any) -> SampledSequence:
         return SampledSequence(**{**sequence, "stop_reason": "length" if len(sequence["tokens_np"]) == 4 else "stop"})
 
-    monkeypatch.setattr("tests.fakes.SampledSequence", cut_off)
+    monkeypatch.setattr("tests.fakes.SampledSequence", made)
+
+
+@every_pacing
+@pytest.mark.usefixtures("cut_off")
+def test_a_group_of_nothing_else_has_no_signal_and_is_replaced(
+    service: FakeServiceClient, tmp_path: Path, pacing: str
+) -> None:
+    """The first group of the first batch has four rewards, of four replies that are cut off."""
+    service.reply = lambda call: [call.prompt[1]] * (4 if call.prompt[0] == call.prompt[2] == 0 else 1)
+    more = {"overlong": OverlongConfig(mask=True), "replace_constant_groups": 1, **PACINGS[pacing]}
+    run(make_config(tmp_path, max_steps=2, **more))
+    row = rows(tmp_path)[0]
+    assert (row["groups/sampled"], row["groups/trained"], row["groups/replaced"], row["groups/filtered"]) == (
+        4,
+        3,
+        1,
+        0,
+    )
+
+
+@every_pacing
+@pytest.mark.usefixtures("cut_off")
+def test_replies_that_are_cut_off_do_not_train(service: FakeServiceClient, tmp_path: Path, pacing: str) -> None:
     service.reply = long_reply
     run(make_config(tmp_path, max_steps=1, overlong=OverlongConfig(mask=True), **PACINGS[pacing]))
     lengths = [len(sampled(datum, "advantages")) for datum in trained(service)]

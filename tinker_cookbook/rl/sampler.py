@@ -13,7 +13,7 @@ from tinker_cookbook.rl.advantages import lacks_signal
 from tinker_cookbook.rl.config import Config
 from tinker_cookbook.rl.item_dataset import TrainingBatches
 from tinker_cookbook.rl.monitors import scan
-from tinker_cookbook.rl.overlong import penalize_overlong
+from tinker_cookbook.rl.overlong import penalize_overlong, without_truncated
 from tinker_cookbook.rl.rollout_strategy import describe_group
 from tinker_cookbook.rl.rollouts import FailedGroup, try_group_rollout
 from tinker_cookbook.rl.types import EnvGroupBuilder, TrajectoryGroup
@@ -137,11 +137,14 @@ class Sampler:
         return replace(group, replaced=tuple(replaced)) if replaced else group
 
     def is_unusable(self, sampled: WrappedTrajectoryGroup) -> bool:
-        """Whether a group cannot be trained on: it failed, or it will be removed for its lack of signal."""
-        group = sampled.trajectory_group
+        """Whether a group cannot be trained on: it failed, or it will be removed for its lack of signal, or masked as a whole."""
+        group, config = sampled.trajectory_group, self.config
         if isinstance(group, FailedGroup):
             return True
-        return self.config.removes_groups() and lacks_signal(group, self.config.advantage)
+        if not config.removes_groups():
+            return False
+        masked = config.overlong is not None and config.overlong.mask and not any(without_truncated(group).is_trained())
+        return masked or lacks_signal(group, config.advantage)
 
     def sample_groups(
         self, tasks: asyncio.TaskGroup, batch: int, builders: Sequence[EnvGroupBuilder]
