@@ -87,6 +87,13 @@ def test_gdpo_reads_the_penalty_as_a_part_or_not_at_all(tmp_path: Path) -> None:
     assert advantages.tolist() == [1.0, -1.0]
 
 
+def test_maxrl_takes_no_penalty(tmp_path: Path) -> None:
+    maxrl = AdvantageConfig(baseline="maxrl")
+    check_config(make_config(tmp_path, overlong=OverlongConfig(mask=True), advantage=maxrl))
+    with pytest.raises(ConfigurationError, match="makes rewards other than 0 and 1"):
+        check_config(make_config(tmp_path, overlong=OverlongConfig(penalty_tokens=2), advantage=maxrl))
+
+
 def test_settings_that_do_nothing_or_too_much_are_refused() -> None:
     OverlongConfig(penalty_tokens=10).check(10)
     with pytest.raises(ConfigurationError, match="overlong does nothing"):

@@ -396,20 +396,26 @@ def _check_signal(config: Config, backend: str) -> None:
         raise ConfigurationError(
             "advantage.baseline=gdpo needs advantage.parts, metrics that are rewards and their weights: advantage.parts.correct=1"
         )
-    is_penalized = config.overlong is not None and config.overlong.penalty_tokens > 0
-    if (
-        is_penalized
-        and config.advantage.baseline == "gdpo"
-        and OVERLONG_METRIC_KEY not in (config.advantage.parts or {})
-    ):
-        raise ConfigurationError(
-            f"overlong.penalty_tokens changes the total reward, which advantage.baseline=gdpo does not read; add "
-            f"advantage.parts.{OVERLONG_METRIC_KEY}=1, or leave one of them out"
-        )
+    if config.overlong is not None and config.overlong.penalty_tokens > 0:
+        _check_penalty(config.advantage)
     if config.replace_constant_groups and config.advantage.credit == "turn":
         raise ConfigurationError(
             "replace_constant_groups compares total rewards, and with advantage.credit=turn equal totals may be sums of "
             "different turns; leave one of them out"
+        )
+
+
+def _check_penalty(advantage: AdvantageConfig) -> None:
+    """Raise ConfigurationError for advantages that do not read a penalty in the total reward."""
+    if advantage.baseline == "gdpo" and OVERLONG_METRIC_KEY not in (advantage.parts or {}):
+        raise ConfigurationError(
+            f"overlong.penalty_tokens changes the total reward, which advantage.baseline=gdpo does not read; add "
+            f"advantage.parts.{OVERLONG_METRIC_KEY}=1, or leave one of them out"
+        )
+    if advantage.baseline == "maxrl":
+        raise ConfigurationError(
+            "overlong.penalty_tokens makes rewards other than 0 and 1, which advantage.baseline=maxrl does not take; use "
+            "overlong.mask=True, or another baseline"
         )
 
 
