@@ -8,9 +8,11 @@ import pytest
 
 from tests.fakes import FakeServiceClient, FakeTrainingClient, said
 from tests.rl.handmade import DATA, array, trajectory, turn
+from tests.rl.test_data_processing import seen, shown, text
 from tinker_cookbook.rl.data_processing import trajectory_to_data
 from tinker_cookbook.rl.environment_tokens import environment_data, environment_mask
 from tinker_cookbook.rl.minibatch import Update
+from tinker_cookbook.rl.types import PARSE_ERROR_MASKED_METRIC_KEY
 
 TWO_TURNS = trajectory(turn([1, 2], said([3, 4])), turn([1, 2, 3, 4, 50, 51, 52], said([6])))
 (TALK,) = trajectory_to_data(TWO_TURNS, 2.0)
@@ -38,6 +40,30 @@ def test_weights_are_positive_and_follow_the_scale(scale, weight: float) -> None
         assert set(datum.loss_fn_inputs) == {"target_tokens", "weights"}
         assert array(datum, "weights") == pytest.approx(environment_mask(array(TALK, "mask")) * weight)
         assert datum.model_input.to_ints() == TALK.model_input.to_ints()
+
+
+@pytest.mark.parametrize("scale", ["sum", "sequence", "token"])
+def test_a_picture_that_it_showed_is_no_target(scale) -> None:
+    first = seen(text(1), shown(b"cat", 3), text(2), reply=[3, 4])
+    second = seen(text(1), shown(b"cat", 3), text(2, 3, 4, 5), shown(b"bird", 2), text(6), reply=[7])
+    (datum,) = trajectory_to_data(trajectory(first, second), 0.5)
+    (made,) = environment_data([datum], [datum], 0.5, scale)
+    weights = array(made, "weights")
+    assert array(made, "target_tokens")[weights != 0].tolist() == [5, 6]
+    assert weights.sum() == pytest.approx(1.0 if scale == "sum" else 0.5)
+    only = seen(text(1, 3, 4), shown(b"bird", 2), reply=[7])
+    (datum,) = trajectory_to_data(trajectory(seen(text(1), reply=[3, 4]), only), 0.5)
+    assert environment_data([datum], [datum], 0.5, scale) == []
+
+
+def test_a_reply_that_is_masked_is_not_the_environment_s() -> None:
+    """The policy wrote 8 and 9, which cannot be read; the environment says 50 to that and 51."""
+    turns = turn([1], said([3])), turn([1, 3, 50], said([8, 9])), turn([1, 3, 50, 8, 9, 51], said([7]))
+    turns[1].metrics[PARSE_ERROR_MASKED_METRIC_KEY] = 1.0
+    (datum,) = trajectory_to_data(trajectory(*turns), 0.5)
+    assert array(datum, "mask").tolist() == [1, 0, 0, 0, 0, 1]
+    (made,) = environment_data([datum], [datum], 0.5, "sum")
+    assert array(made, "target_tokens")[array(made, "weights") != 0].tolist() == [50, 51]
 
 
 def test_the_mean_over_the_batch_s_tokens_is_the_same_in_any_number_of_substeps() -> None:
