@@ -149,11 +149,14 @@ def _limited(device: torch.device, need: int) -> Iterator[None]:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
-        limit = torch.cuda.memory_reserved(device) + SHARE_OF_NEED * need
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
+        reserved, total = torch.cuda.memory_reserved(device), torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, reserved / total), device)
         try:
+            ballast = _what_is_left(device)  # else the gaps between tensors would hold what is needed
+            limit = torch.cuda.memory_reserved(device) + SHARE_OF_NEED * need
+            torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
             yield
+            del ballast
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0, device)
         return
@@ -170,6 +173,17 @@ def _limited(device: torch.device, need: int) -> Iterator[None]:
         for name in ("hidden_states", "training_pass"):
             stack.enter_context(mock.patch.object(BaseModel, name, refusing(getattr(BaseModel, name))))
         yield
+
+
+def _what_is_left(device: torch.device) -> list[torch.Tensor]:
+    """Tensors that fill what the allocator has reserved and not given out, down to blocks of a megabyte."""
+    taken, size = [], 2**30
+    while size >= 2**20:
+        try:
+            taken.append(torch.empty(size, dtype=torch.uint8, device=device))
+        except torch.OutOfMemoryError:
+            size //= 2
+    return taken
 
 
 CHECKS = (save_and_load, peft_agrees, out_of_memory_in_training, out_of_memory_in_sampling)

@@ -84,7 +84,6 @@ NOT_CAPTURED = {
     "test_long_soak": "ten thousand requests, minutes on the reference",
     "test_losses_functions": "pure functions of tensors",
     "test_merge::test_the_command_line": "another process, in which nothing stands in for a GPU",
-    "test_shares::test_what_runs_is_not_held_up_by_prompts_that_are_scored": "counts the reference's steps; a burst is eight",
     "test_prepared_weights": "weights that the reference lays out for a CPU",
     "test_products": "products of a CPU",
     "test_quantized_linears": "linears on their own",

@@ -46,7 +46,7 @@ def test_running_sequences_get_a_token_in_every_step_of_a_long_prefill(
     long_model: BaseModel, scored_only: bool, budget: int
 ) -> None:
     """8,000 tokens of prompt come in passes of a bounded size, and each step decodes besides."""
-    direct = Direct(long_model, budget)
+    direct = Direct(long_model, budget, prefill_tokens=2048)
     short = [request(random_tokens(5 + i, i), max_tokens=60, seed=i) for i in range(3)]
     submitted = direct.submit(*short)
     direct.generator.step()

@@ -95,6 +95,7 @@ def test_qwen3_8b_in_nf4_on_a_card_of_24_gib() -> None:
     assert of_card(16, plain).kv_tokens == of_card(16, plain).pass_tokens == 0
 
 
+@pytest.mark.cpu_promise  # joined layers, on a GPU, keep other tensors
 def test_a_loaded_model_has_the_footprint_of_arithmetic(path: str) -> None:
     model = load_model(path)
     found = footprint(on_meta(model.config, model.dtype), None, rank=4, fused=False)

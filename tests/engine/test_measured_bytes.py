@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tinker_local_backend.engine.model import measured_bytes
+from tinker_local_backend.engine.model.attention import PackedPlan
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.footprint import TokenBytes
 from tinker_local_backend.engine.model.measured_bytes import measured_token_bytes
@@ -36,6 +37,22 @@ def model(tied_model: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[BaseMode
 
 def test_what_does_not_grow_with_the_tokens_is_not_counted(model: BaseModel) -> None:
     assert measured_bytes._measured(model) == TokenBytes(kept=KEPT, recomputed=RECOMPUTED, beside=0)
+
+
+def test_no_position_is_beyond_the_context(model: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model with learned positions has no others: on a GPU one that it lacks breaks the whole process."""
+    seen: list[tuple[list[int], list[int]]] = []
+    original = model.training_pass
+
+    def training_pass(tokens_T: torch.Tensor, positions_T: torch.Tensor, plan: PackedPlan, *rest: Any) -> Any:
+        seen.append((positions_T.tolist(), [segment.end - segment.start for segment in plan.segments]))
+        return original(tokens_T, positions_T, plan, *rest)
+
+    monkeypatch.setattr(model, "training_pass", training_pass)
+    monkeypatch.setattr(model, "context_length", 20)
+    assert measured_bytes._measured(model) == TokenBytes(kept=KEPT, recomputed=RECOMPUTED, beside=0)
+    assert {tuple(lengths) for _, lengths in seen} == {(16,), (20, 20, 8)}
+    assert all(positions == [n for length in lengths for n in range(length)] for positions, lengths in seen)
 
 
 def test_on_a_cpu_it_is_the_estimate(model: BaseModel) -> None:

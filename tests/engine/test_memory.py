@@ -31,8 +31,9 @@ from tinker_local_backend.engine.model import head, memory
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.footprint import TokenBytes
 from tinker_local_backend.engine.model.lora import LoraLinear
+from tinker_local_backend.engine.model.measured_bytes import measured_token_bytes
 from tinker_local_backend.engine.model.memory import out_of_memory
-from tinker_local_backend.engine.training import trainer
+from tinker_local_backend.engine.training import activations, trainer
 from tinker_local_backend.engine.training.activations import DEFAULT_ACTIVATION_BYTES_CPU, ActivationBudget
 from tinker_local_backend.engine.training.datums import Example
 from tinker_local_backend.engine.training.micro_batch import Pass, divide, evened_out
@@ -55,7 +56,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
 
 def test_the_budget_comes_from_the_environment(training: TrainingClient, monkeypatch: pytest.MonkeyPatch) -> None:
     model = training._run.model
-    per_token = model.token_bytes().plain
+    per_token = measured_token_bytes(model).plain
     monkeypatch.setenv("TINKER_LOCAL_ACTIVATION_MB", "1")
     budget = ActivationBudget(model)
     assert budget.tokens == (1 << 20) // per_token
@@ -86,7 +87,7 @@ def test_a_budget_that_is_no_positive_number_is_refused(
 def test_a_small_budget_divides_a_call_and_recomputes_what_alone_exceeds_it(
     training: TrainingClient, monkeypatch: pytest.MonkeyPatch, passes: list[tuple[int, bool]]
 ) -> None:
-    monkeypatch.setattr(BaseModel, "token_bytes", lambda self: TokenBytes(7000, 2000, 40))  # in every dtype
+    monkeypatch.setattr(activations, "measured_token_bytes", lambda model: TokenBytes(7000, 2000, 40))
     monkeypatch.setenv("TINKER_LOCAL_ACTIVATION_MB", "1")
     budget = ActivationBudget(training._run.model).tokens
     lengths = (budget // 2, budget // 3, budget + 10, budget // 4)
@@ -216,7 +217,8 @@ def test_no_tensor_has_tokens_times_vocabulary_elements(
 ) -> None:
     client = make_training_client(service, request.getfixturevalue(base))
     chunk = 8 * VOCABULARY
-    monkeypatch.setattr(head, "CHUNK_ELEMENTS", chunk)
+    for constant in ("CHUNK_ELEMENTS", "CHUNK_ELEMENTS_CUDA"):
+        monkeypatch.setattr(head, constant, chunk)
     most_alive = []
     for lengths in ((60, 40), (200, 150, 250)):
         make = cross_entropy_datum if loss_fn == "cross_entropy" else policy_datum

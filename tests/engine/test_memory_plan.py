@@ -23,6 +23,7 @@ from tinker_local_backend.engine.model.memory import ENOUGH_TOKENS_CUDA, MAX_TOK
 from tinker_local_backend.engine.model.memory_plan import MemoryPlan, divide, of_card, packed_tokens
 from tinker_local_backend.engine.models import load_model
 from tinker_local_backend.engine.sampling.requests import MAX_RUNNING
+from tinker_local_backend.engine.training import activations
 from tinker_local_backend.engine.training.activations import ActivationBudget
 from tinker_local_backend.plan import size_of
 
@@ -283,7 +284,8 @@ def test_recomputed_passes_are_packed_in_a_call(training: TrainingClient, monkey
         return original(self, tokens_T, *rest, **options)
 
     monkeypatch.setattr(BaseModel, "training_pass", training_pass)
-    monkeypatch.setattr(BaseModel, "token_bytes", lambda self: TokenBytes(kept=60_000, recomputed=10_000, beside=0))
+    sizes = TokenBytes(kept=60_000, recomputed=10_000, beside=0)
+    monkeypatch.setattr(activations, "measured_token_bytes", lambda model: sizes)
     monkeypatch.setenv("TINKER_LOCAL_ACTIVATION_MB", "1")  # 17 tokens, or 104 recomputed
     training.forward_backward(data, "cross_entropy").result()
     assert passes == [(103, True)]

@@ -135,6 +135,7 @@ def test_without_ties_nothing_changes_and_the_gradient_is_the_same(service: Serv
         np.testing.assert_allclose(free, replayed, atol=1e-4)
 
 
+@pytest.mark.cpu_promise  # captured steps record no routes
 def test_in_sixteen_bits_a_token_stays_with_its_experts(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

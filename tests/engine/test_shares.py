@@ -138,6 +138,7 @@ def test_both_of_two_long_prompts_go_on(model: BaseModel) -> None:
         assert_same_samples(slip.result, alone(model, one))
 
 
+@pytest.mark.cpu_promise  # it counts steps, of which a burst has eight
 def test_what_runs_is_not_held_up_by_prompts_that_are_scored(model: BaseModel) -> None:
     """Of one tenant: between two passes of scoring, those that run draw sixteen tokens; if none runs there is no pause."""
     direct = Direct(model, prefill_tokens=64)

@@ -1,7 +1,8 @@
 """CUDA graphs without a GPU: a double of torch.cuda has the allocator's rules for pools; and which steps the decoder drops."""
 
+import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -55,7 +56,7 @@ class Card:
     @contextmanager
     def graph(self, graph: Any, pool: tuple[int, int], stream: Any, capture_error_mode: str) -> Iterator[None]:
         """As torch.cuda.graph with capture_begin and capture_end of a CUDAGraph."""
-        assert capture_error_mode == "thread_local"
+        assert capture_error_mode == "thread_local" and not gc.isenabled()
         before, self.current = self.current, stream
         if pool in self.recording:
             raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
@@ -188,6 +189,21 @@ def test_a_capture_that_fails_and_ends_as_usual_is_released_once(card: Card) -> 
     assert card.recording == set()
     graphs.capture(lambda: torch.zeros(1))
     assert card.captures[-1][1] == (0, 2)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_earlier_graph_is_collected_in_a_capture(card: Card, fails: bool) -> None:
+    """The device refuses to destroy a graph in the thread that captures another one, and the capture is lost."""
+    graphs, seen = CudaGraphs(DEVICE), []
+
+    def act() -> None:
+        seen.append(gc.isenabled())
+        if fails:
+            raise ValueError("planted")
+
+    with pytest.raises(ValueError) if fails else nullcontext():
+        graphs.capture(in_capture(card, act))
+    assert seen == [False] and gc.isenabled()
 
 
 # What the decoder does with them

@@ -62,7 +62,8 @@ def test_decoding_is_left_to_the_reference_and_the_rest_agrees(
     model.execution = execution
     shown = describe(model)
     assert {part: shown[part] for part in (DECODING, ATTENTION)} == {ATTENTION: ON, **off} and shown["path"] == "cuda"
-    assert [record for record in caplog.records if record.levelno == logging.WARNING] == []
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert [text for text in warnings if "pip install" not in text] == [], "but for kernels that are not installed"
     assert type(new_generator(model, 512, itertools.count().__next__)) is Generator
     difference = (logits(model) - expected).norm() / expected.norm()
     assert difference < {torch.float32: 1e-5, torch.bfloat16: 2e-2}[model.dtype]

@@ -13,6 +13,7 @@ import torch
 from tinker_local_backend.engine.cuda import ops, plain
 from tinker_local_backend.engine.cuda.adapter_slots import BLOCK_RANK, MIN_RANK, SLOTS, row_blocks
 from tinker_local_backend.engine.cuda.decoder import Decoder
+from tinker_local_backend.engine.cuda.flash_attention import MIN_KEYS
 from tinker_local_backend.engine.cuda.generation import BurstGenerator
 from tinker_local_backend.engine.cuda.graphs import Graphs, Uncaptured
 from tinker_local_backend.engine.cuda.step import DecodeRow
@@ -230,19 +231,31 @@ def _with_gradients(compute: Callable[..., torch.Tensor], inputs: Sequence[torch
 def varlen_attention(model: BaseModel, graphs: Graphs) -> float:
     """Two sequences that share a prefix, and one that does not; then one that begins in the cache, without gradients."""
     segments = [Segment(0, 40), Segment(40, 50, 40, (0, 40)), Segment(50, 57, 40, (0, 40)), Segment(57, 120)]
-    plan = PackedPlan(segments)
+    return max(_one_call(model, segments, flash=False), _from_the_cache(model, _random_numbers(model)))
+
+
+def flash_attention(model: BaseModel, graphs: Graphs) -> float:
+    """A sequence of as many tokens as need the package's kernel, one that goes on from it, and a short one."""
+    long = MIN_KEYS
+    segments = [Segment(0, long), Segment(long, long + 30, long, (0, long)), Segment(long + 30, long + 61)]
+    return _one_call(model, segments, flash=True)
+
+
+def _one_call(model: BaseModel, segments: list[Segment], flash: bool) -> float:
+    """Attention of these segments and its gradients, against one segment after the other."""
+    plan, tokens = PackedPlan(segments), segments[-1].end
     heads, kv_heads, dim = model.attention_shape
     random = _random_numbers(model)
-    inputs = [random(1, heads, 120, dim), random(1, kv_heads, 120, dim), random(1, kv_heads, 120, dim)]
+    inputs = [random(1, heads, tokens, dim), random(1, kv_heads, tokens, dim), random(1, kv_heads, tokens, dim)]
     errors = []
     for window in {None, model.sliding_window and 20}:
         layer = LayerAttention(0, dim**-0.5, None, window)
-        varlen = VarlenPlan.of(plan, model.device)
+        varlen = VarlenPlan.of(plan, model.device, flash)
         results, references = (
             _with_gradients(lambda q, k, v, p=p, layer=layer: p.attend(layer, q, k, v), inputs) for p in (varlen, plan)
         )
         errors.append(_error(results, references))
-    return max(*errors, _from_the_cache(model, random))
+    return max(errors)
 
 
 @torch.inference_mode()

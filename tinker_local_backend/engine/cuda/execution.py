@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import torch
 from torch import nn
 
-from tinker_local_backend.engine.cuda import fuse
+from tinker_local_backend.engine.cuda import flash_attention, fuse
 from tinker_local_backend.engine.cuda.fused_layer import FusedOperations
 from tinker_local_backend.engine.cuda.graphs import CudaGraphs, Graphs
 from tinker_local_backend.engine.cuda.varlen import VarlenPlan
@@ -17,9 +18,9 @@ from tinker_local_backend.engine.model.passes import AttentionPlan
 
 ON = "on"
 
-DECODING, ATTENTION, LAYERS = "decoding", "attention", "layers"
-"""Captured steps over pages and slots; one attention call for all sequences of a pass; joined products in layers of known
-classes, with fused kernels between them."""
+DECODING, ATTENTION, FLASH, LAYERS = "decoding", "attention", "flash", "layers"
+"""Captured steps over pages and slots; one attention call for all sequences of a pass; that call by flash-attn-4 in long
+passes; joined products in layers of known classes, with fused kernels between them."""
 
 FUSED: Mapping[str, Callable[[nn.Module], list[nn.Module]]] = {
     "norms": fuse.fuse_norms,
@@ -28,7 +29,7 @@ FUSED: Mapping[str, Callable[[nn.Module], list[nn.Module]]] = {
 }
 """By part: the function that replaces the forward of a model's modules, and returns those modules."""
 
-PARTS = (DECODING, ATTENTION, LAYERS, *FUSED)
+PARTS = (DECODING, ATTENTION, FLASH, LAYERS, *FUSED)
 
 
 def unsupported(model: BaseModel) -> dict[str, str]:
@@ -45,7 +46,10 @@ def unsupported(model: BaseModel) -> dict[str, str]:
         off |= dict.fromkeys((DECODING, ATTENTION), "heads or their widths differ")
     elif model.mixers:  # a captured step has keys in pages, and no states in slots
         off[DECODING] = "layers with a state"
-    return off
+    why = off.get(ATTENTION) or flash_attention.missing(model.device)
+    if why is None and model.dtype not in (torch.bfloat16, torch.float16):
+        why = "it needs 16 bits"
+    return off if why is None else {**off, FLASH: why}
 
 
 class CudaExecution:
@@ -84,4 +88,4 @@ class CudaExecution:
         return dict(self._parts)
 
     def packed(self, plan: PackedPlan) -> AttentionPlan:
-        return VarlenPlan.of(plan, self._device) if self.runs(ATTENTION) else plan
+        return VarlenPlan.of(plan, self._device, self.runs(FLASH)) if self.runs(ATTENTION) else plan

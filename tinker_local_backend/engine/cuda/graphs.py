@@ -6,6 +6,7 @@ tensors at fixed addresses.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
@@ -66,6 +67,7 @@ class CudaGraphs:
             # thread_local: another thread of the program may use CUDA in ways that a capture forbids.
             # The outer context: where a capture cannot be ended, torch stays on its stream.
             with (
+                _nothing_collected(),
                 torch.cuda.stream(current),
                 torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
                 _noting(failures),
@@ -99,6 +101,18 @@ class CudaGraphs:
             torch._C._cuda_endAllocateToPool(index, self._pool)
             torch._C._cuda_releasePool(index, self._pool)
         self.release()
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Collecting an earlier graph gives it back to the driver, which breaks the capture that is under way (seen on an H100)."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from tinker_local_backend import environment
 from tinker_local_backend.engine.cuda import checks
-from tinker_local_backend.engine.cuda.execution import ATTENTION, DECODING, LAYERS, CudaExecution
+from tinker_local_backend.engine.cuda.execution import ATTENTION, DECODING, FLASH, LAYERS, CudaExecution
 from tinker_local_backend.engine.cuda.graphs import Graphs
 from tinker_local_backend.engine.model.attention import Execution
 from tinker_local_backend.engine.model.base_model import BaseModel
@@ -41,6 +41,7 @@ CHECKS = (
     Check(DECODING, "all slots and base rows in one batch", checks.all_slots_in_one_batch),
     Check(DECODING, "sampled against trained logprobs", checks.sampled_against_trained),
     Check(ATTENTION, "one call for all sequences, and its gradients", checks.varlen_attention),
+    Check(FLASH, "one call of long sequences, and its gradients", checks.flash_attention),
     Check("rotary", "rotary positions and their gradient", checks.rotary),
     Check("swiglu", "SwiGLU and its gradients", checks.swiglu),
 )

@@ -1,4 +1,4 @@
-"""Attention of a packed pass in one call for all its sequences, by torch's `varlen_attn`.
+"""Attention of a packed pass in one call for all its sequences, by torch's `varlen_attn` or, where they are long, flash-attn-4.
 
 The segments of the plan become cumulative lengths. A prefix that several sequences share is computed once, as everywhere in the
 engine; its keys are then copied for each of them. The gradients of all copies are summed in float32 in a fixed order (the
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tinker_local_backend.engine.cuda import flash_attention
 from tinker_local_backend.engine.model.attention import PackedPlan, Segment
 from tinker_local_backend.engine.model.paged_attention import LayerAttention
 from tinker_local_backend.engine.sampling.pages import PAGE_TOKENS, pages_for
@@ -54,9 +55,11 @@ class VarlenPlan:
     """None: no prefix is shared, none is in the cache, and no key is copied"""
     cached: tuple[torch.Tensor, torch.Tensor] | None = None
     """(C,) int64: page of the cache, and place in it, of each key that is read from there"""
+    flash: bool = False
+    """long sequences go to flash-attn-4"""
 
     @classmethod
-    def of(cls, plan: PackedPlan, device: torch.device) -> VarlenPlan:
+    def of(cls, plan: PackedPlan, device: torch.device, flash: bool = False) -> VarlenPlan:
         segments = plan.segments
         lengths = np.array([segment.end - segment.start for segment in segments])
         before = np.array([_before(segment) for segment in segments])
@@ -66,7 +69,10 @@ class VarlenPlan:
 
         totals = lengths + before
         copies = _copies(segments, device) if before.any() else None
-        return cls(plan, ends(lengths), ends(totals), int(lengths.max()), int(totals.max()), copies, _cached(segments))
+        longest = int(totals.max())
+        cached = _cached(segments)
+        use_flash = flash and longest >= flash_attention.MIN_KEYS
+        return cls(plan, ends(lengths), ends(totals), int(lengths.max()), longest, copies, cached, use_flash)
 
     def attend(
         self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -87,7 +93,8 @@ class VarlenPlan:
         # The engine's window counts the token itself, varlen_attn's only earlier tokens.
         window = (-1, 0) if layer.window is None else (layer.window - 1, 0)
         lengths = (self.queries, self.keys, self.max_queries, self.max_keys)
-        return _varlen(query, key, value, *lengths, scale=layer.scaling, window_size=window).unsqueeze(0)
+        kernel = flash_attention.attend if self.flash else _varlen
+        return kernel(query, key, value, *lengths, scale=layer.scaling, window_size=window).unsqueeze(0)
 
 
 def suits(layer: LayerAttention, query: torch.Tensor) -> bool:
@@ -172,9 +179,7 @@ def _asks_for_gqa(varlen_attn: Callable[..., Any]) -> bool:
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
-def _varlen(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *lengths: torch.Tensor | int, **options: Any
-) -> torch.Tensor:
+def _varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *lengths: Any, **options: Any) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     if _asks_for_gqa(varlen_attn):

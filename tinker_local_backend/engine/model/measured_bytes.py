@@ -54,10 +54,12 @@ def _slope(model: BaseModel, adapter: Adapter, recompute: bool) -> int:
 
 def _peak(model: BaseModel, adapter: Adapter, tokens: int) -> int:
     """Most bytes that a forward and backward pass takes at a time, between the embedding and the head."""
+    # Learned positions end at the context: reading beyond them would end the use of the device by this process.
+    positions = torch.arange(tokens, device=model.device) % model.context_length
+    lengths = [min(model.context_length, tokens - start) for start in range(0, tokens, model.context_length)]
     ids = torch.zeros(tokens, dtype=torch.int64, device=model.device)
-    positions = torch.arange(tokens, device=model.device)
     torch.cuda.reset_peak_memory_stats(model.device)
     before = torch.cuda.memory_allocated(model.device)
-    hidden_TH, backward = model.training_pass(ids, positions, PackedPlan.whole([tokens]), adapter)
+    hidden_TH, backward = model.training_pass(ids, positions, PackedPlan.whole(lengths), adapter)
     backward(torch.ones_like(hidden_TH))
     return torch.cuda.max_memory_allocated(model.device) - before

@@ -44,9 +44,15 @@ def keep_freed_memory() -> None:
 
 
 def use_device(device: torch.device) -> None:
-    """Make a GPU the current one of this thread: kernels of Triton start on that one, whatever device their tensors are on."""
-    if device.type == "cuda" and device.index is not None:  # pyright: ignore[reportUnnecessaryComparison]
-        torch.cuda.set_device(device)
+    """Make a GPU the current one of this thread: kernels of Triton start on that one, whatever device their tensors are on.
+
+    Convolutions of float32 models (towers of pictures, layers with a state) are then computed in float32, as products are:
+    torch's default rounds their inputs to TF32, which moved logprobs of Qwen3-VL by 3e-4.
+    """
+    if device.type == "cuda":
+        torch.backends.cudnn.allow_tf32 = False
+        if device.index is not None:  # pyright: ignore[reportUnnecessaryComparison]
+            torch.cuda.set_device(device)
 
 
 def max_pass_tokens(device: torch.device) -> int:
