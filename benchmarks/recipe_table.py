@@ -306,6 +306,7 @@ NOT_SMOKED = {
     "recipes.code_rl": "needs a model that writes code; tests/recipes/test_code_rl.py runs it with scripted grades",
     "recipes.rubric": "needs a model that grades; tests/env/test_lm_rubric.py runs it with a scripted one",
     "recipes.verifiers_rl": "needs the package verifiers; `make test-verifiers` runs it",
+    "recipes.anchor_study": "makes a dozen runs; tests/recipes/test_studies.py makes one",
     "recipes.staleness_study": "makes dozens of runs; tests/recipes/test_studies.py makes two",
     "recipes.rank_study": "makes dozens of runs; tests/recipes/test_studies.py makes a few",
     "recipes.replay": "takes the folder of a run; tests/recipes/test_debate_tools.py runs it",

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import chz
 
-from recipes.study_common import LEAN, LEAN_RL, Section, StudyKeys, cell, finish, measured, run_parts
+from recipes.study_common import LEAN, LEAN_RL, Reading, Section, StudyKeys, cell, run_and_tell
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.sweeps.points import SEED_KEY, Value, gather_keys
@@ -260,16 +260,20 @@ def _of_best(cli: CLIConfig, runs: "pandas.DataFrame", name: str, sign: int) -> 
     return f"at the best rate of each seed {shown}; rank {low} minus rank {high} {cell(student_mean(gaps), 3)}."
 
 
+def reading(cli: CLIConfig, study: Sequence[Part]) -> Reading:
+    """What is measured of a run, and what is said of all."""
+
+    def tell(runs: "pandas.DataFrame") -> tuple[list[Section], list[str]]:
+        steps = ", ".join(f"{part.name} {part.fixed[STEPS_KEY]}" for part in study)
+        about = f"{cli.form}: {len(runs)} runs, of so many batches each: {steps}."
+        return tables(cli, runs), [about, *sentences(cli, runs)]
+
+    return Reading(measure, tell)
+
+
 async def main(cli: CLIConfig) -> None:
     study = parts(cli)
-    ran = await run_parts(cli, RECIPE, study)
-    if ran is None:
-        return
-    folder, rows = ran
-    runs, failed = measured(folder, rows, [RANK, RATE, SEED_KEY], measure)
-    steps = ", ".join(f"{part.name} {part.fixed[STEPS_KEY]}" for part in study)
-    about = f"{cli.form}: {len(runs)} runs, of so many batches each: {steps}."
-    finish(cli, folder, RECIPE, tables(cli, runs), [about, *sentences(cli, runs)], failed)
+    await run_and_tell(cli, RECIPE, study, [RANK, RATE, SEED_KEY], lambda rows: reading(cli, study))
 
 
 if __name__ == "__main__":

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 
 import chz
 
-from recipes.study_common import LEAN_RL, Section, StudyKeys, cell, finish, measured, run_parts
+from recipes.study_common import LEAN_RL, Reading, Section, StudyKeys, cell, run_and_tell
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.sweeps.points import SEED_KEY, Value, gather_keys
-from tinker_cookbook.sweeps.study import PART, STEPS_KEY, Part, difference, over_seeds, select
+from tinker_cookbook.sweeps.study import PART, RUN, STATUS, STEPS_KEY, Part, difference, over_seeds, select
 from tinker_cookbook.utils.fields import docs, positive_or_none
 from tinker_cookbook.utils.intervals import ANY, Estimate
 from tinker_cookbook.utils.lazy import np, pandas
@@ -253,19 +253,21 @@ def broken(cli: CLIConfig, runs: "pandas.DataFrame") -> str:
     return f"Held-out reward fell by more than {BROKEN} from its best in runs of: {'; '.join(found) or 'no setting'}."
 
 
+def reading(cli: CLIConfig, rows: "pandas.DataFrame") -> Reading:
+    """What is measured of a run, at the tokens that every finished run has sampled, and what is said of all."""
+    finished = rows[rows[STATUS] == "finished"]
+    tokens = float(finished.groupby([PART, RUN])[TOKENS].max().min())
+
+    def tell(runs: "pandas.DataFrame") -> tuple[list[Section], list[str]]:
+        axes = "; ".join(f"{key} {', '.join(f'{value:g}' for value in values)}" for key, values in axes_of(cli).items())
+        about = f"{cli.form}: {len(runs)} runs of {cli.recipe}, {cli.chosen().steps} batches each; {axes}."
+        return tables(cli, runs, tokens), [about, *sentences(cli, runs)]
+
+    return Reading(partial(measure, tokens=tokens), tell)
+
+
 async def main(cli: CLIConfig) -> None:
-    study = parts(cli)
-    ran = await run_parts(cli, RECIPE, study)
-    if ran is None:
-        return
-    folder, rows = ran
-    finished = rows[rows["status"] == "finished"]
-    tokens = float(finished.groupby([PART, "run"])[TOKENS].max().min())
-    runs, failed = measured(folder, rows, [*axes_of(cli), SEED_KEY], partial(measure, tokens=tokens))
-    form = cli.chosen()
-    axes = "; ".join(f"{key} {', '.join(f'{value:g}' for value in values)}" for key, values in axes_of(cli).items())
-    about = f"{cli.form}: {len(runs)} runs of {cli.recipe}, {form.steps} batches each; {axes}."
-    finish(cli, folder, RECIPE, tables(cli, runs, tokens), [about, *sentences(cli, runs)], failed)
+    await run_and_tell(cli, RECIPE, parts(cli), [*axes_of(cli), SEED_KEY], partial(reading, cli))
 
 
 if __name__ == "__main__":

@@ -5,9 +5,10 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import chz
 from rich.console import Console
@@ -82,50 +83,59 @@ class Section:
         return f"{self.title}\n\n{markdown_table(self.columns, self.rows)}"
 
 
-async def run_parts(cli: StudyKeys, recipe: str, parts: Sequence[Part]) -> tuple[Path, "pandas.DataFrame"] | None:
-    """Run the parts; all their rows, and the folder. None with `only_plan`. Raises TrainingError if every run failed."""
+class Reading(NamedTuple):
+    """How the rows of a study are read."""
+
+    measure: Measure
+    """of a run"""
+    tell: Callable[["pandas.DataFrame"], tuple[Sequence[Section], Sequence[str]]]
+    """tables and sentences, from a row per finished run"""
+
+
+async def run_and_tell(
+    cli: StudyKeys,
+    recipe: str,
+    parts: Sequence[Part],
+    keys: Sequence[str],
+    read: Callable[["pandas.DataFrame"], Reading],
+) -> None:
+    """Run the parts, then write all rows and a row per finished run as parquet, and print and write what they say; nothing of
+    this with `only_plan`.
+
+    Args:
+        recipe: the study's name, also of its Markdown file.
+        keys: swept keys that stand in the row of a run.
+        read: from every logged row of every run, how to read them.
+
+    Raises:
+        TrainingError: runs failed; the others are in the files, unless there is none.
+    """
     folder, console = cli.folder(recipe), Console(soft_wrap=True)
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, highlight=False)
+
     results = await run_study(
-        parts,
-        folder,
-        processes=cli.processes,
-        concurrent=cli.concurrent,
-        only_plan=cli.only_plan,
-        say=lambda line: console.print(line, markup=False, highlight=False),
+        parts, folder, processes=cli.processes, concurrent=cli.concurrent, only_plan=cli.only_plan, say=say
     )
     if cli.only_plan:
-        return None
+        return
     if all(result.status == "failed" for result in results):
         raise TrainingError(f"all {len(results)} runs failed; the first: {results[0].error}")
-    return folder, study_rows(parts, folder)
-
-
-def finish(
-    cli: StudyKeys, folder: Path, name: str, tables: Sequence[Section], words: Sequence[str], failed: int
-) -> None:
-    """Write the tables and sentences to a Markdown file and the page, and print them. Raises TrainingError if runs
-    failed.
-    """
+    rows = study_rows(parts, folder)
+    reading = read(rows)
+    runs = reduced(rows, keys, reading.measure)
+    write_parquet(folder, rows, runs)
+    tables, words = reading.tell(runs)
     text = "\n\n".join([*(table.markdown() for table in tables), *words])
-    write_text(folder / f"{name}.md", f"{text}\n")
+    write_text(folder / f"{recipe}.md", f"{text}\n")
     cli.write_page(text)
     for table in tables:
         print_table(table.title, table.columns, table.rows)
-    console = Console(soft_wrap=True)
-    for line in words:
-        console.print(line, markup=False, highlight=False)
-    console.print(f"Files: {folder}", highlight=False)
-    if failed:
+    for line in (*words, f"Files: {folder}"):
+        say(line)
+    if (failed := rows.groupby(["part", "run"]).ngroups - len(runs)) > 0:
         raise TrainingError(f"{failed} runs failed and are not in the tables; the same command tries them again")
-
-
-def measured(
-    folder: Path, rows: "pandas.DataFrame", keys: Sequence[str], measure: Measure
-) -> tuple["pandas.DataFrame", int]:
-    """A row per finished run, and how many did not finish; both tables are written to the folder."""
-    runs = reduced(rows, keys, measure)
-    write_parquet(folder, rows, runs)
-    return runs, rows.groupby(["part", "run"]).ngroups - len(runs)
 
 
 def cell(estimate: Estimate | None, digits: int = 2) -> str:

@@ -20,6 +20,7 @@ from tests.child import ROOT
 from tests.ecosystem.package import IndexUnreachableError, install
 from tests.waiting import HANG_SECONDS
 from tinker_cookbook.completers import TokensWithLogprobs
+from tinker_cookbook.distillation.teacher_kl import teacher_advantages
 from tinker_cookbook.rl.advantages import AdvantageConfig, compute_advantages
 from tinker_cookbook.rl.off_policy import OffPolicyCorrection, correct_off_policy
 from tinker_cookbook.rl.overlong import soft_overlong_penalty
@@ -54,6 +55,15 @@ REWARDS = np.random.default_rng(6).normal(size=(B, 2)) * [1e6, 1e8]
 """Large, so that the 1e-4 that TRL adds to a group's deviation is nothing."""
 
 
+_rng = np.random.default_rng(7)
+SDPO = {
+    "student": _rng.normal(size=(2, 5, 6)).tolist(),
+    "teacher": _rng.normal(size=(2, 5, 6)).tolist(),
+    "ids": _rng.integers(0, 6, (2, 5)).tolist(),
+}
+"""Logits of both, (B, T, V), and the tokens that the student sampled."""
+
+
 @pytest.fixture(scope="module")
 def trl(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("trl")
@@ -69,6 +79,7 @@ def trl(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "share": SHARE,
         "low": LOW,
         "cap": CAP,
+        "sdpo": SDPO,
     }
     (folder / "given.json").write_text(json.dumps(given))
     done = subprocess.run(
@@ -166,3 +177,18 @@ def test_several_rewards(trl: dict[str, Any]) -> None:
 def test_soft_overlong_penalty(trl: dict[str, Any]) -> None:
     found = [soft_overlong_penalty(length, MAX_TOKENS, PENALTY_TOKENS) for length in range(30)]
     assert found == pytest.approx(trl["overlong"]) and min(found) == -1 and max(found) == 0
+
+
+def test_sdpo(trl: dict[str, Any]) -> None:
+    """The advantage log teacher - log student, with the loss importance_sampling."""
+    student, teacher = (torch.tensor(SDPO[key], dtype=torch.float64) for key in ("student", "teacher"))
+    student.requires_grad_()
+    ids = torch.tensor(SDPO["ids"])[..., None]
+    lp, of_teacher = (torch.log_softmax(logits, dim=-1).gather(-1, ids).reshape(-1, 1) for logits in (student, teacher))
+    sampled = lp.detach()
+    advantages = teacher_advantages((sampled - of_teacher).numpy(), np.ones(sampled.shape), coef=1.0)
+    inputs = {"logprobs": sampled, "advantages": torch.from_numpy(advantages)}
+    loss = LOSSES["importance_sampling"]
+    (found,) = torch.autograd.grad(loss.compute(lp, inputs, loss.config).sum(), student)
+    assert float(found.abs().max()) > 0.1
+    np.testing.assert_allclose(found.numpy(), trl["sdpo"], rtol=1e-9, atol=1e-12)

@@ -148,6 +148,18 @@ def gdpo(rewards: list[list[float]], weights: list[float], group_size: int) -> l
     return names["advantages"].tolist()
 
 
+def sdpo_gradient(student: Any, teacher: Any, ids: Any) -> list[list[list[float]]]:
+    """Gradient of the sum over sampled tokens by the student's logits, (B, T, V): SDPO's default mode."""
+    from trl.experimental.sdpo.loss_utils import compute_sampled_token_self_distillation_loss
+
+    logits = tensor(student).requires_grad_()
+    loss = compute_sampled_token_self_distillation_loss(
+        logits, tensor(teacher), torch.tensor(ids), distillation_alpha=1.0
+    )
+    (gradient,) = torch.autograd.grad(loss.sum(), logits)
+    return gradient.tolist()
+
+
 def main(given: Path, found: Path) -> None:
     import trl
     from trl.rewards import get_soft_overlong_punishment
@@ -161,6 +173,7 @@ def main(given: Path, found: Path) -> None:
         "top_entropy": loss_gradient(batch, top_entropy_quantile=read["share"]),
         "overlong": penalty([[0] * length for length in read["lengths"]]),
         "gdpo": gdpo(read["rewards"], read["weights"], read["group_size"]),
+        "sdpo": sdpo_gradient(**read["sdpo"]),
         "ratios": {
             mode: importance_ratios(batch, mode, read["low"] if mode.endswith("mask") else None, read["cap"])
             for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")

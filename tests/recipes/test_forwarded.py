@@ -49,7 +49,8 @@ def test_it_is_run(name: str) -> None:
 @pytest.mark.parametrize("name", ["sl_basix", "preference.nope", "math_rl.math_env"])
 def test_a_name_that_is_none_is_told_which_there_are(name: str) -> None:
     with pytest.raises(
-        ModuleNotFoundError, match=rf"there is no recipe '{name}'; there are anchors, chat, .*sl_basic.*chat_sl\.train"
+        ModuleNotFoundError,
+        match=rf"there is no recipe '{name}'; there are anchor_study, .*sl_basic.*chat_sl\.train",
     ):
         importlib.import_module(f"tinker_cookbook.recipes.{name}")
 

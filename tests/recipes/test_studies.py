@@ -9,7 +9,7 @@ import pytest
 import tinker
 import torch
 
-from recipes import full_fine_tuning, rank_study, staleness_study
+from recipes import anchor_study, full_fine_tuning, rank_study, staleness_study
 from recipes.staleness_study import LOSSES, K
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.exceptions import ConfigurationError
@@ -126,6 +126,46 @@ class TestStaleness:
     def test_settings_that_make_no_study_are_refused(self, keys: dict[str, Any], named: str) -> None:
         with pytest.raises(ConfigurationError, match=named):
             staleness_study.CLIConfig(**keys)
+
+
+class TestAnchors:
+    def test_a_run_from_its_keys_to_its_table(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        folder = tmp_path / "study"
+        study(anchor_study, folder, "tasks=arithmetic", "seeds=1", "set.max_steps=2", "set.eval_every=1", *SMALL)
+        said = capsys.readouterr().out
+        assert "1 runs in" in said and "Expected: 1 runs to go" in said
+        (run,) = pandas.read_parquet(folder / "runs.parquet").to_dict("records")
+        rows = pandas.read_parquet(folder / "rows.parquet")
+        held_out = rows["test/env/all/correct"].dropna().tolist()
+        assert len(held_out) == 3 and (run["right_before"], run["right_after"]) == (held_out[0], held_out[-1])
+        text = (folder / "anchor_study.md").read_text()
+        assert "| arithmetic |" in text and "(tinker-cookbook)" in text and "Full form, seed 1" in text
+        study(anchor_study, folder, "tasks=arithmetic", "seeds=1", "set.max_steps=2", "set.eval_every=1", *SMALL)
+        assert "All runs were finished" in capsys.readouterr().out
+
+    def test_every_task_is_planned_in_both_forms(self) -> None:
+        for quick in (True, False):
+            planned = {part.name: part.planned() for part in anchor_study.parts(anchor_study.CLIConfig(quick=quick))}
+            assert list(planned) == ["reverse_text", "alphabet_sort", "wordle", "arithmetic"]
+            assert all(len(runs) == 3 for runs in planned.values())
+            assert {runs[0].config.get("anchor") for runs in planned.values()} == {*list(planned)[:3], None}
+
+    def test_words_follow_the_intervals(self) -> None:
+        cli = anchor_study.CLIConfig(tasks=("wordle", "arithmetic"), seeds=(0, 1))
+        runs = pandas.DataFrame([
+            {"part": name, "seed": seed, "rise": rise + 0.01 * seed, "right_best": best}
+            for name, rise, best in (("wordle", -0.3, 0.5), ("arithmetic", 0.5, 0.99)) for seed in (0, 1)
+        ])  # fmt: skip
+        rose, fell, solved = anchor_study.sentences(cli, runs)
+        assert rose.startswith("Held-out reward rose: arithmetic 0.5") and "wordle" not in rose
+        assert fell.startswith("Held-out reward fell: wordle -0.2")
+        assert solved == "Of 2 runs of arithmetic 2 came to 0.99 right."
+        runs["rise"] = [0.1, -0.1, 0.5, 0.5]
+        assert anchor_study.sentences(cli, runs)[1].startswith("Held-out reward neither rose nor fell by more than")
+
+    def test_an_unknown_task_is_refused(self) -> None:
+        with pytest.raises(ConfigurationError, match="tasks=chess is unknown"):
+            anchor_study.CLIConfig(tasks=("chess",))
 
 
 class TestRank:

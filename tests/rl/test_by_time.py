@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -131,6 +132,31 @@ class TestAhead:
         assert [row["groups/stale"] for row in rows(tmp_path)] == [0, 1, 0, 0, 0]
         assert [row["groups/sampled"] for row in rows(tmp_path)] == [3] * 5
         assert set().union(*trained(service)) == EVERY_GROUP - {(0, 0)} and not went_on
+
+    def test_what_a_dropped_group_has_replaced_is_counted(
+        self, service: FakeServiceClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The first group is constant; the one that comes in its place, of batch 1, never ends."""
+        original, seen = NumberEnv.step, list[int]()
+
+        async def step(self: NumberEnv, *args: Any, **kwargs: Any) -> Any:
+            group, member, batch = self.prompt.to_ints()
+            if (group, batch) == (0, 1):
+                seen.append(member)
+                if seen.count(member) == 2:  # the first time it is the group of its own batch
+                    await until(lambda: False)
+            result = await original(self, *args, **kwargs)
+            return replace(result, reward=1.0) if (group, batch) == (0, 0) else result
+
+        monkeypatch.setattr(NumberEnv, "step", step)
+        run(make_config(tmp_path, FIVE, replace_constant_groups=1, **ahead(1, too_old="drop")))
+        found = rows(tmp_path)
+        assert [row["groups/stale"] for row in found] == [0, 1, 0, 0, 0]
+        assert sum(row["groups/sampled"] for row in found) == 16 and sum(row["groups/filtered"] for row in found) == 1
+        for row in found:
+            ends = ("trained", "filtered", "replaced", "stale", "failed")
+            assert row["groups/sampled"] == sum(row[f"groups/{end}"] for end in ends)
+        assert found[-1]["tokens/discarded/sampled"] == 4
 
     def test_a_step_that_has_nothing_else_does_not_drop_it(
         self, service: FakeServiceClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -2,14 +2,17 @@
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.fakes import said
 from tests.rl.handmade import array, group, trajectory, turn
+from tests.rl.loop import make_config
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.rl.advantages import AdvantageConfig
+from tinker_cookbook.rl.advantages import AdvantageConfig, compute_advantages
+from tinker_cookbook.rl.config import check_config
 from tinker_cookbook.rl.minibatch import Minibatch, prepare_minibatch
 from tinker_cookbook.rl.overlong import (
     OVERLONG_METRIC_KEY,
@@ -68,6 +71,27 @@ class TestMask:
     def test_its_tokens_count_in_no_mean(self) -> None:
         values = [array(datum, "advantages").min() for datum in self.prepared(True, scale="token").data_D]
         assert values == pytest.approx([-1 / 9, -1 / 9])  # 3 tokens, not 7
+
+
+def test_gdpo_reads_the_penalty_as_a_part_or_not_at_all(tmp_path: Path) -> None:
+    parts = {"correct": 1.0}
+    config = make_config(
+        tmp_path, overlong=OverlongConfig(penalty_tokens=2), advantage=AdvantageConfig(baseline="gdpo", parts=parts)
+    )
+    with pytest.raises(ConfigurationError, match=r"add advantage\.parts\.overlong_penalty=1"):
+        check_config(config)
+    parts[OVERLONG_METRIC_KEY] = 1.0
+    check_config(config)
+    made = penalize_overlong(group([0.0, 0.0], lengths=[1, 4]), OverlongConfig(penalty_tokens=2), max_tokens=4)
+    (advantages,) = compute_advantages([made], AdvantageConfig(baseline="gdpo", parts={OVERLONG_METRIC_KEY: 1.0}))
+    assert advantages.tolist() == [1.0, -1.0]
+
+
+def test_maxrl_takes_no_penalty(tmp_path: Path) -> None:
+    maxrl = AdvantageConfig(baseline="maxrl")
+    check_config(make_config(tmp_path, overlong=OverlongConfig(mask=True), advantage=maxrl))
+    with pytest.raises(ConfigurationError, match="makes rewards other than 0 and 1"):
+        check_config(make_config(tmp_path, overlong=OverlongConfig(penalty_tokens=2), advantage=maxrl))
 
 
 def test_settings_that_do_nothing_or_too_much_are_refused() -> None:

@@ -169,6 +169,9 @@ class TestStream:
         advantage = train.AdvantageConfig(scale="token")
         with pytest.raises(ConfigurationError, match="scale=token"):
             run(make_config(tmp_path, advantage=advantage, **stream(2)))
+        advantage = train.AdvantageConfig(baseline="gdpo", parts={"correct": 1.0})
+        with pytest.raises(ConfigurationError, match="baseline=gdpo divides by the deviation of a whole batch"):
+            run(make_config(tmp_path, advantage=advantage, **stream(2)))
 
 
 def is_by_time(mode: dict[str, Any]) -> bool:

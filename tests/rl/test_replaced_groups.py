@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from tests.fakes import FakeServiceClient
+from tests.fakes import FakeServiceClient, seeded_reply
 from tests.rl.loop import NumberDataset, NumberDatasetBuilder, make_config, rows, run, untimed
+from tests.rl.test_resume import Killed, new_service
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.config import check_config
@@ -74,6 +75,30 @@ class TestASignal:
         for name in ("one", "two"):
             run(make_config(tmp_path / name, mixed, replace_constant_groups=3, **PACINGS[pacing]))
         assert untimed(tmp_path / "one") == untimed(tmp_path / "two")
+
+    @pytest.mark.parametrize("pacing", ["sync", "stream", "async 2"])
+    @pytest.mark.parametrize("kill_at", [3, 5])
+    def test_a_resumed_run_counts_them_as_an_uninterrupted_one(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        tmp_path: Path,
+        mixed: NumberDatasetBuilder,
+        pacing: str,
+        kill_at: int,
+    ) -> None:
+        """Sampling ahead, groups that have replaced others are kept with the checkpoint."""
+        more = {"replace_constant_groups": 3, "save_every": 2, **PACINGS[pacing]}
+        new_service(monkeypatch)
+        run(make_config(tmp_path / "whole", mixed, **more))
+        service = new_service(monkeypatch, kill_at)
+        with pytest.raises(Killed):
+            run(make_config(tmp_path / "killed", mixed, **more))
+        assert len(rows(tmp_path / "killed")) < 6
+        service.reply = seeded_reply
+        run(make_config(tmp_path / "killed", mixed, **more))
+        assert untimed(tmp_path / "killed") == untimed(tmp_path / "whole")
+        assert all(map(accounted, rows(tmp_path / "killed")))
+        assert sum(row["groups/replaced"] for row in rows(tmp_path / "killed")) >= 6
 
     def test_sampling_zero_batches_ahead_is_the_synchronous_loop(
         self, service: FakeServiceClient, tmp_path: Path, mixed: NumberDatasetBuilder

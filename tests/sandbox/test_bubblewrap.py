@@ -94,6 +94,114 @@ print("had it")
     assert result.limit == "memory_mb" and "had it" not in result.stdout
 
 
+UNMAPPED = {
+    "files without a place": """
+import os
+held = []
+for _ in range(8):
+    held.append(os.memfd_create("x"))
+    for _ in range(40):
+        os.write(held[-1], b"1" * (1 << 20))
+""",
+    "segments": """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+libc.shmat.restype = ctypes.c_void_p
+libc.shmat.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int]
+libc.shmdt.argtypes = [ctypes.c_void_p]
+for _ in range(8):
+    segment = libc.shmget(0, 40 << 20, 0o1600)
+    if segment < 0:
+        raise OSError(ctypes.get_errno(), "shmget")
+    at = libc.shmat(segment, None, 0)
+    ctypes.memset(at, 1, 40 << 20)
+    libc.shmdt(at)
+""",
+    "shared mappings": """
+import mmap, os, time
+for _ in range(3):
+    os.fork()
+m = mmap.mmap(-1, 40 << 20)
+for at in range(0, 40 << 20, 4096):
+    m[at] = 1
+time.sleep(0.5)
+""",
+    "shared mappings of which a page is left": """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+zero = os.open("/dev/zero", os.O_RDWR)
+for _ in range(8):
+    at = libc.mmap(None, 40 << 20, 3, 1, zero, 0)
+    if at is None or at == ctypes.c_void_p(-1).value:
+        raise OSError(ctypes.get_errno(), "mmap")
+    ctypes.memset(at, 1, 40 << 20)
+    libc.munmap(at + 4096, (40 << 20) - 4096)
+""",
+}
+
+
+@pytest.mark.parametrize("how", UNMAPPED)
+def test_memory_that_no_process_maps_alone(run: Run, how: str) -> None:
+    """320 MiB where 128 are allowed."""
+    result = python(run, f"{UNMAPPED[how]}\nprint('had it')")
+    assert "had it" not in result.stdout and not result.ok
+    assert (
+        result.limit == "memory_mb" or "PermissionError" in result.stderr or "OSError: [Errno 19] mmap" in result.stderr
+    )
+
+
+def test_memory_that_waits_in_sockets(run: Run) -> None:
+    code = """
+import os, socket
+for _ in range(3):
+    os.fork()
+kept, held = [], 0
+try:
+    while held < 96 << 20:
+        kept += socket.socketpair()
+        kept[-1].setblocking(False)
+        try:
+            while True:
+                held += kept[-1].send(b"1" * 65536)
+        except BlockingIOError:
+            pass
+    print("had it")
+except OSError as error:
+    print(error)
+"""
+    result = python(run, code)
+    assert "had it" not in result.stdout and (result.limit == "memory_mb" or "Too many open files" in result.stdout)
+
+
+def test_what_programs_need_of_memory_is_there(run: Run) -> None:
+    code = """
+import mmap, multiprocessing, multiprocessing.shared_memory, asyncio
+def add(n):
+    with n.get_lock():
+        n.value += 1
+n = multiprocessing.Value("i", 0)
+context = multiprocessing.get_context("fork")
+started = [context.Process(target=add, args=(n,)) for _ in range(4)]
+for one in started:
+    one.start()
+for one in started:
+    one.join()
+asyncio.run(asyncio.sleep(0))
+shared = multiprocessing.shared_memory.SharedMemory(create=True, size=1 << 20)
+shared.unlink()
+with open("f", "wb+") as file:
+    file.write(bytes(4096))
+    file.flush()
+    mmap.mmap(file.fileno(), 4096)[0] = 7
+print(n.value, open("f", "rb").read()[0], len(open("/dev/zero", "rb").read(9)), len(mmap.mmap(-1, 4096, mmap.MAP_PRIVATE)))
+"""
+    result = python(run, code)
+    assert result.stdout == "4 7 9 4096\n", result.stderr
+
+
 @pytest.mark.parametrize("where", ["stdout", "stderr"])
 def test_endless_output(run: Run, where: str) -> None:
     result = python(run, f"import sys\nwhile True:\n    sys.{where}.write('x' * 1000)")

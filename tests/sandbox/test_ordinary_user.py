@@ -37,6 +37,7 @@ ATTEMPTS = {
     "environment": "cat /proc/*/environ",
     "bomb": "python3 -c 'import os, time\nfor _ in range(9): os.fork()\ntime.sleep(0.3)'; echo over",
     "memory": "python3 -c 'x = bytearray(10 ** 10); print(1)'",
+    "memory of nobody": "python3 -c 'import os; os.memfd_create(\"x\")' || echo refused",
     "cpu": "while true; do :; done",
     "disk": "head -c 100000000 /dev/zero > /tmp/x; stat -c %s /tmp/x",
     "devices": "echo x > /dev/y || echo refused",
@@ -74,5 +75,5 @@ def test_what_holds_for_root_holds_for_a_user() -> None:
     assert "Resource temporarily unavailable" in got["bomb"][1] or got["bomb"][3] in ("memory_mb", "processes")
     assert got["cpu"][3] == "cpu_s"
     assert int(stdout["disk"]) < 16 << 20 and got["disk"][3] == "disk_mb"
-    for name in ("devices", "namespaces", "network", "signals"):
+    for name in ("memory of nobody", "devices", "namespaces", "network", "signals"):
         assert "refused" in stdout[name], name

@@ -115,7 +115,7 @@ class TestBubblewrapIsMissing:
 
     def test_nothing_would_bound_a_run(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(bubblewrap, "find_hierarchy", lambda: None)
-        monkeypatch.setattr(bubblewrap, "seccomp_filter", lambda: None)
+        monkeypatch.setattr(bubblewrap, "seccomp_filter", lambda **_: None)
         self.stand_in(tmp_path, "echo bubblewrap 0.11.0")
         with pytest.raises(
             ConfigurationError, match=r"no writable control group.* nothing would bound memory and processes"

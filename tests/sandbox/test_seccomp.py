@@ -10,7 +10,7 @@ ALLOW, EPERM, ENOSYS = 0x7FFF0000, 0x50001, 0x50026
 NEW_USER, NEW_PID = 0x10000000, 0x20000000
 
 
-def answer(code: bytes, number: int, architecture: int, argument: int = 0) -> int:
+def answer(code: bytes, number: int, architecture: int, argument: int = 0, fourth: int = 0) -> int:
     """What the kernel would do with a call."""
     lines = [struct.unpack_from("<HBBI", code, start) for start in range(0, len(code), 8)]
     place = accumulator = 0
@@ -18,7 +18,7 @@ def answer(code: bytes, number: int, architecture: int, argument: int = 0) -> in
         operation, if_true, if_false, operand = lines[place]
         place += 1
         if operation == 0x20:
-            accumulator = {0: number, 4: architecture, 16: argument}[operand]
+            accumulator = {0: number, 4: architecture, 16: argument, 40: fourth}[operand]
         elif operation == 0x06:
             return operand
         else:
@@ -49,6 +49,24 @@ def test_everything_else_is_allowed(machine: str) -> None:
     assert code is not None
     listed = {*calls.denied, *_EVERYWHERE, 435}
     assert {answer(code, number, calls.architecture) for number in range(600) if number not in listed} == {ALLOW}
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_memory_that_no_process_maps_alone(machine: str) -> None:
+    calls, code = _MACHINES[machine], seccomp_filter(machine, unmapped_memory=False)
+    assert code is not None
+    denied = {*calls.denied, *_EVERYWHERE, *calls.unmapped, 447}
+    for number in denied:
+        assert answer(code, number, calls.architecture) == EPERM
+    shared, private, anonymous = 1, 2, 32
+    assert answer(code, calls.mmap, calls.architecture, fourth=shared | anonymous) == EPERM
+    for flags in (shared, private, private | anonymous):
+        assert answer(code, calls.mmap, calls.architecture, fourth=flags) == ALLOW
+    assert answer(code, calls.clone, calls.architecture, NEW_USER) == EPERM
+    assert answer(code, 435, calls.architecture) == ENOSYS
+    assert {answer(code, number, calls.architecture) for number in range(600) if number not in denied | {435}} == {
+        ALLOW
+    }
 
 
 def test_an_unknown_machine_has_none() -> None:

@@ -26,7 +26,7 @@ import logging
 import shutil
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
@@ -53,6 +53,8 @@ class _Open:
     """updates that its policy has seen, once it has started"""
     sampled: WrappedTrajectoryGroup | None = None
     task: asyncio.Task[None] | None = None
+    replaced: list[WrappedTrajectoryGroup] = field(default_factory=list[WrappedTrajectoryGroup])
+    """groups without signal that it has been sampled in place of, while it is being sampled"""
 
 
 class PendingGroups:
@@ -99,7 +101,10 @@ class PendingGroups:
         self._session.checkpoints.on_replaced = self._remove_file
 
     async def take(self, step: int) -> tuple[list[WrappedTrajectoryGroup], int]:
-        """Wait for the groups of a step; also return how many were dropped for their age. No groups: the data ran out."""
+        """Wait for the groups of a step; also return how many were dropped for their age. No groups: the data ran out.
+
+        Groups that others, or dropped ones, were sampled in place of are among them.
+        """
         self._paused = False
         self._forget_trained()
         while self._next_batch <= min(step + self._most_ahead, self._sampler.end - 1):
@@ -115,7 +120,7 @@ class PendingGroups:
                 task.cancel()
         self._taken = step, [*keys, *late]
         sampled = [group for key in keys if (group := self._open[key].sampled) is not None]
-        return with_replaced(sampled), len(late)
+        return [*with_replaced(sampled), *(group for key in late for group in self._open[key].replaced)], len(late)
 
     def _open_batch(self) -> None:
         batch, self._next_batch = self._next_batch, self._next_batch + 1
@@ -223,7 +228,7 @@ class PendingGroups:
     async def _sample(self, key: GroupKey) -> None:
         group = self._open[key]
         group.version = self._sampler.client_step
-        group.sampled = await self._sampler.sample_signal(*key, group.builder, self._sizes[key[0]])
+        group.sampled = await self._sampler.sample_signal(*key, group.builder, self._sizes[key[0]], group.replaced)
         self._finished.append(key)
 
     def _ended(self, task: asyncio.Task[None]) -> None:

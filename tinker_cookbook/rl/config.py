@@ -26,7 +26,7 @@ from tinker_cookbook.rl.entropy import EntropyConfig
 from tinker_cookbook.rl.monitors import MonitorKeys
 from tinker_cookbook.rl.monitors.judge import MonitorJudgeConfig
 from tinker_cookbook.rl.off_policy import OffPolicyCorrection
-from tinker_cookbook.rl.overlong import OverlongConfig
+from tinker_cookbook.rl.overlong import OVERLONG_METRIC_KEY, OverlongConfig
 from tinker_cookbook.rl.rollout_limits import MAX_GROUPS_IN_FLIGHT, Termination, TerminationRewardPolicy
 from tinker_cookbook.rl.rollout_presets import RolloutConfig, RolloutKey
 from tinker_cookbook.rl.rollout_strategy import RolloutStrategy, rollout_strategy_from_config
@@ -312,6 +312,11 @@ def check_config(config: Config) -> None:
                 "advantage.scale=token divides by the tokens of the whole batch, which a stream does not know when it trains "
                 "on the first groups; use scale=sequence or sum, or leave stream_minibatch_config out"
             )
+        if config.advantage.baseline == "gdpo":
+            raise ConfigurationError(
+                "advantage.baseline=gdpo divides by the deviation of a whole batch, which a stream does not know when it trains "
+                "on the first groups; use baseline=zscore, or leave stream_minibatch_config out"
+            )
         if config.off_policy_correction is not None:
             raise ConfigurationError("off_policy_correction has nothing to correct in a stream, which is on-policy")
     if not 0 <= config.kl_discount_factor <= 1:
@@ -391,10 +396,26 @@ def _check_signal(config: Config, backend: str) -> None:
         raise ConfigurationError(
             "advantage.baseline=gdpo needs advantage.parts, metrics that are rewards and their weights: advantage.parts.correct=1"
         )
+    if config.overlong is not None and config.overlong.penalty_tokens > 0:
+        _check_penalty(config.advantage)
     if config.replace_constant_groups and config.advantage.credit == "turn":
         raise ConfigurationError(
             "replace_constant_groups compares total rewards, and with advantage.credit=turn equal totals may be sums of "
             "different turns; leave one of them out"
+        )
+
+
+def _check_penalty(advantage: AdvantageConfig) -> None:
+    """Raise ConfigurationError for advantages that do not read a penalty in the total reward."""
+    if advantage.baseline == "gdpo" and OVERLONG_METRIC_KEY not in (advantage.parts or {}):
+        raise ConfigurationError(
+            f"overlong.penalty_tokens changes the total reward, which advantage.baseline=gdpo does not read; add "
+            f"advantage.parts.{OVERLONG_METRIC_KEY}=1, or leave one of them out"
+        )
+    if advantage.baseline == "maxrl":
+        raise ConfigurationError(
+            "overlong.penalty_tokens makes rewards other than 0 and 1, which advantage.baseline=maxrl does not take; use "
+            "overlong.mask=True, or another baseline"
         )
 
 

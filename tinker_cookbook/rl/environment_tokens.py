@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from tinker_cookbook.renderers import media
 from tinker_cookbook.rl.advantages import Scale
 from tinker_cookbook.utils.lazy import np, tinker
 
@@ -29,15 +30,29 @@ def environment_mask(mask_N: np.ndarray) -> np.ndarray:
     return chosen
 
 
-def environment_data(data_D: Sequence[tinker.Datum], coef: float, scale: Scale) -> list[tinker.Datum]:
+def environment_targets(datum: tinker.Datum) -> np.ndarray:
+    """`environment_mask` of a datum, without pictures, which are no targets, and without replies of the policy that are masked
+    because they cannot be read, whose tokens have a logprob: bool (N,).
+    """
+    chosen = environment_mask(datum.loss_fn_inputs["mask"].to_numpy())
+    # The target at a position is what stands at the next one; the last target is a sampled token.
+    shown = np.array(media.is_media(media.elements(datum.model_input)), dtype=bool)
+    chosen[:-1] &= ~shown[1:]
+    return chosen & (datum.loss_fn_inputs["logprobs"].to_numpy() == 0)
+
+
+def environment_data(
+    data_D: Sequence[tinker.Datum], batch_D: Sequence[tinker.Datum], coef: float, scale: Scale
+) -> list[tinker.Datum]:
     """Datums for cross_entropy whose loss is coef * -log p, summed over the environment's tokens; without those that have none.
 
     Args:
         data_D: datums of rollouts, with `mask`.
+        batch_D: those of the whole batch, of which these are a part.
         scale: `sum`; `sequence` and `turn`: mean over the tokens of each datum; `token`: over those of the batch.
     """
-    masks_D = [environment_mask(datum.loss_fn_inputs["mask"].to_numpy()) for datum in data_D]
-    total = sum(int(mask.sum()) for mask in masks_D)
+    masks_D = [environment_targets(datum) for datum in data_D]
+    total = sum(int(environment_targets(datum).sum()) for datum in batch_D) if scale == "token" else 0
     made: list[tinker.Datum] = []
     for datum, mask in zip(data_D, masks_D, strict=True):
         if not mask.any():

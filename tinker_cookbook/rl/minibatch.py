@@ -156,14 +156,15 @@ class Update:
         loss_fn_config: dict[str, float] | None = None,
         grad_clip_norm: float = 0.0,
         on_nonfinite: OnNonFinite = "stop",
-        environment_data_of: Callable[[Sequence[tinker.Datum]], list[tinker.Datum]] | None = None,
+        environment_data_of: Callable[[Sequence[tinker.Datum], Sequence[tinker.Datum]], list[tinker.Datum]]
+        | None = None,
     ):
         self._guard = UpdateGuard(on_nonfinite)
         self._client, self._loss_fn, self._loss_fn_config = training_client, loss_fn, loss_fn_config
         self._custom_loss = custom_loss(loss_fn)
         self._adam = tinker.AdamParams(learning_rate=learning_rate, grad_clip_norm=grad_clip_norm, **ADAM)
         self._environment_data_of = environment_data_of
-        """datums for cross_entropy on what environments wrote in a pass's datums; None: nothing of it trains"""
+        """datums for cross_entropy on what environments wrote, from those of a pass and of its batch; None: none of it trains"""
         self.usage = TokenUsage()
         """tokens of passes besides those over the datums themselves"""
         self._submitted: list[tuple[int | None, Awaitable[Any]]] = []
@@ -177,8 +178,8 @@ class Update:
         environment = partial(environment_data, coef=coef, scale=scale) if coef > 0 else None
         return cls(training_client, learning_rate, *loss, norm, config.on_nonfinite, environment)
 
-    def forward_backward(self, data_D: Sequence[tinker.Datum]) -> None:
-        """Submit a pass over some datums; does nothing without datums."""
+    def forward_backward(self, data_D: Sequence[tinker.Datum], batch_D: Sequence[tinker.Datum] | None = None) -> None:
+        """Submit a pass over some datums, of the batch `batch_D` (None: they are all of it); does nothing without datums."""
         if not data_D:
             return
         if self._custom_loss is not None:
@@ -187,7 +188,9 @@ class Update:
             data = [self.loss_datum(datum, str(self._loss_fn), self._loss_fn_config) for datum in data_D]
             passes = self._client.forward_backward(data, self._loss_fn, self._loss_fn_config)
         self._submitted.append((len(data_D), passes))
-        if self._environment_data_of is not None and (written_D := self._environment_data_of(data_D)):
+        if self._environment_data_of is None:
+            return
+        if written_D := self._environment_data_of(data_D, data_D if batch_D is None else batch_D):
             self._submitted.append((0, self._client.forward_backward(written_D, "cross_entropy")))
             self.usage += TokenUsage(trained=sum(datum.model_input.length for datum in written_D))
 
@@ -234,7 +237,7 @@ class Update:
     def submit(self, data_D: Sequence[tinker.Datum], num_substeps: int) -> None:
         """One optimizer step per substep, each on its share of the datums; fewer when there are fewer datums."""
         for part in split_list(data_D, min(num_substeps, len(data_D))):
-            self.forward_backward(part)
+            self.forward_backward(part, data_D)
             self.optim_step()
 
     async def finish(self) -> tuple[list[torch.Tensor | None], LoopMetrics]:

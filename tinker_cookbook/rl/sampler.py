@@ -13,7 +13,7 @@ from tinker_cookbook.rl.advantages import lacks_signal
 from tinker_cookbook.rl.config import Config
 from tinker_cookbook.rl.item_dataset import TrainingBatches
 from tinker_cookbook.rl.monitors import scan
-from tinker_cookbook.rl.overlong import penalize_overlong
+from tinker_cookbook.rl.overlong import penalize_overlong, without_truncated
 from tinker_cookbook.rl.rollout_strategy import describe_group
 from tinker_cookbook.rl.rollouts import FailedGroup, try_group_rollout
 from tinker_cookbook.rl.types import EnvGroupBuilder, TrajectoryGroup
@@ -112,15 +112,21 @@ class Sampler:
         return WrappedTrajectoryGroup(group, builder, version, time.perf_counter() - started, place)
 
     async def sample_signal(
-        self, batch: int, place: int, builder: EnvGroupBuilder, size: int
+        self,
+        batch: int,
+        place: int,
+        builder: EnvGroupBuilder,
+        size: int,
+        replaced: list[WrappedTrajectoryGroup] | None = None,
     ) -> WrappedTrajectoryGroup:
         """`sample_group`, and while it has no signal another group in its place, up to `replace_constant_groups` times
         (dynamic sampling: Yu et al. 2025, "DAPO", arXiv 2503.14476, section 3.2). The last is returned with those before it.
 
         Args:
             size: groups of the batch. Replacements depend on batch and place alone, so they are the same in every pacing.
+            replaced: is given what has been replaced so far, for a caller that may cancel this.
         """
-        group, replaced = await self.sample_group(batch, place, builder), list[WrappedTrajectoryGroup]()
+        group, replaced = await self.sample_group(batch, place, builder), [] if replaced is None else replaced
         for attempt in range(1, self.config.replace_constant_groups + 1):
             if not self.is_unusable(group):
                 break
@@ -131,11 +137,14 @@ class Sampler:
         return replace(group, replaced=tuple(replaced)) if replaced else group
 
     def is_unusable(self, sampled: WrappedTrajectoryGroup) -> bool:
-        """Whether a group cannot be trained on: it failed, or it will be removed for its lack of signal."""
-        group = sampled.trajectory_group
+        """Whether a group cannot be trained on: it failed, or it will be removed for its lack of signal, or masked as a whole."""
+        group, config = sampled.trajectory_group, self.config
         if isinstance(group, FailedGroup):
             return True
-        return self.config.removes_groups() and lacks_signal(group, self.config.advantage)
+        if not config.removes_groups():
+            return False
+        masked = config.overlong is not None and config.overlong.mask and not any(without_truncated(group).is_trained())
+        return masked or lacks_signal(group, config.advantage)
 
     def sample_groups(
         self, tasks: asyncio.TaskGroup, batch: int, builders: Sequence[EnvGroupBuilder]

@@ -3,8 +3,8 @@
 The program sees the system's programs and the Python that runs this one, an empty /tmp, and nothing else: no home, no
 network, no other process. Called by root, it runs as a user without a name and without capabilities, never as root.
 What bounds it: a control group where one can be made; otherwise the resource limits of that user, or of a user
-namespace, which bind memory for each process alone, so that their sum is looked at all the time. Where neither binds,
-runs are refused.
+namespace, which bind memory for each process alone, so that their sum is looked at all the time, and memory that would
+belong to no process, or to several, is denied. Where neither binds, runs are refused.
 """
 
 import itertools
@@ -37,6 +37,8 @@ SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
 SETTINGS = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d")
 """What programs need of /etc to start, without anything about this machine or its users."""
 SHARED_MEMORY_BYTES = 16 << 20
+FEW_FILES = 128
+"""Open files of a process where no group counts what their buffers hold."""
 _NAMELESS_USERS = (1 << 30, 1 << 30)
 """First user id for runs that root starts, and how many there are."""
 
@@ -78,7 +80,7 @@ class BubblewrapSandbox(HostSandbox):
         bounds = find_bounds()
         with ExitStack() as stack:
             files: tuple[int, ...] = ()
-            if (denied := seccomp_filter()) is not None:
+            if (denied := seccomp_filter(unmapped_memory=bounds.groups is not None)) is not None:
                 files = (open_filter(denied),)
                 stack.callback(os.close, files[0])
             program, *words = [*self.argv(limits, payload_bytes, bounds, *files), *script.argv(self.root)]
@@ -107,7 +109,7 @@ class BubblewrapSandbox(HostSandbox):
             _program(),
             *_namespaces(bounds),
             *_system(),
-            *("--proc", "/proc", "--dev", "/dev", "--size", str(SHARED_MEMORY_BYTES)),
+            *("--proc", "/proc", "--dev", "/dev", *_zero(bounds), "--size", str(SHARED_MEMORY_BYTES)),
             *("--perms", "1777", "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
             *("--size", size, "--perms", "1777", "--tmpfs", "/tmp", "--remount-ro", "/"),
             *("--clearenv", "--setenv", "PATH", _path(), "--setenv", "HOME", f"{self.root}/work"),
@@ -169,6 +171,11 @@ def _system() -> list[str]:
     return words
 
 
+def _zero(bounds: Bounds) -> list[str]:
+    """Where no group counts it, /dev/full in place of /dev/zero: it reads the same, and gives nobody memory to share."""
+    return [] if bounds.groups is not None else ["--dev-bind", "/dev/full", "/dev/zero"]
+
+
 def _readable_folder(path: str) -> list[str]:
     """An empty folder, which bubblewrap would make for its owner alone."""
     return ["--perms", "0755", "--dir", path]
@@ -197,9 +204,12 @@ def _nameless_user() -> int:
 
 def _resource_limits(limits: SandboxLimits, bounds: Bounds) -> list[str]:
     seconds = int(limits.cpu_s) + 1
-    words = [f"--cpu={seconds}:{seconds + 1}", "--core=0", "--nofile=1024"]
+    words = [f"--cpu={seconds}:{seconds + 1}", "--core=0"]
     if bounds.groups is None:
-        words += [f"--nproc={limits.processes}", f"--as={limits.memory_mb << 20}"]
+        # What waits in pipes and sockets is counted nowhere else.
+        words += [f"--nproc={limits.processes}", f"--as={limits.memory_mb << 20}", f"--nofile={FEW_FILES}"]
+    else:
+        words += ["--nofile=1024"]
     return ["/usr/bin/prlimit", *words, "--"]
 
 

@@ -1,0 +1,149 @@
+"""Known tasks in miniature, over seeds: those of `recipes.anchors`, and the sums of `recipes.rl_basic`.
+
+Beside each stands what other libraries publish of the full task with large models: the form that a curve should have, not
+numbers that these runs should reach.
+
+    python -m recipes.anchor_study quick=True                  # 12 runs, less than ten minutes on two free cores
+    python -m recipes.anchor_study sweep_dir=anchors           # 12 longer ones; the same command goes on
+    python -m recipes.anchor_study tasks=wordle set.warm_up_steps=240
+
+The folder gets rows.parquet (every step of every run), runs.parquet (a row per run) and anchor_study.md.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import chz
+
+from recipes.study_common import LEAN_RL, Reading, Section, StudyKeys, cell, run_and_tell
+from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.sweeps.points import SEED_KEY, Value, gather_keys
+from tinker_cookbook.sweeps.study import PART, STEPS_KEY, Part, over_seeds
+from tinker_cookbook.utils.intervals import ANY
+from tinker_cookbook.utils.lazy import pandas
+
+RECIPE = "anchor_study"
+REWARD, CORRECT = "test/env/all/reward/total", "test/env/all/correct"
+EVALUATIONS = 4
+SOLVED = 0.99
+"""Of held-out questions right: what is asked of the sums."""
+
+
+class Task(NamedTuple):
+    """A recipe with keys, and what is published of the task."""
+
+    recipe: str
+    keys: Mapping[str, Value]
+    steps: int
+    quick_steps: int
+    published: str
+
+
+def _anchor(name: str, published: str) -> Task:
+    return Task("recipes.anchors", {"anchor": name}, 24, 12, published)
+
+
+TASKS: Mapping[str, Task] = {
+    "reverse_text": _anchor("reverse_text", "0.05 to 0.8 (prime-rl, Qwen3-0.6B)"),
+    "alphabet_sort": _anchor("alphabet_sort", "0.26 to 0.81 (prime-rl, Qwen3-4B, LoRA)"),
+    "wordle": _anchor("wordle", "0.2 to 1.5 (prime-rl, 1.7B)"),
+    "arithmetic": Task("recipes.rl_basic", {}, 60, 20, "0.66 to 1 in a few steps (tinker-cookbook)"),
+}
+
+
+@chz.chz(typecheck=True)
+class CLIConfig(StudyKeys):
+    """Keys of `python -m recipes.anchor_study`."""
+
+    tasks: tuple[str, ...] = chz.field(default=tuple(TASKS), doc=f"which to run: {', '.join(TASKS)}")
+
+    @chz.validate
+    def _check_tasks(self) -> None:
+        if unknown := [name for name in self.tasks if name not in TASKS]:
+            raise ConfigurationError(f"tasks={unknown[0]} is unknown; use {', '.join(TASKS)}")
+        if not self.tasks:
+            raise ConfigurationError("tasks must name at least one")
+
+
+def parts(cli: CLIConfig) -> list[Part]:
+    """A part per task."""
+    found: list[Part] = []
+    for name in cli.tasks:
+        task = TASKS[name]
+        steps = task.quick_steps if cli.quick else task.steps
+        fixed = {**LEAN_RL, **task.keys, STEPS_KEY: steps, "eval_every": max(1, steps // EVALUATIONS), **cli.set}
+        found.append(Part(name, task.recipe, {SEED_KEY: cli.seeds}, fixed))
+    return found
+
+
+def measure(rows: "pandas.DataFrame") -> dict[str, float]:
+    """Held-out reward, and the share of held-out questions right: before RL, at the end, and at the best evaluation."""
+    found: dict[str, float] = {}
+    for prefix, name in (("", REWARD), ("right_", CORRECT)):
+        values = rows[name].dropna()
+        found |= {f"{prefix}before": float(values.iloc[0]), f"{prefix}after": float(values.iloc[-1])}
+        found[f"{prefix}best"] = float(values.max())
+    found["rise"] = found["after"] - found["before"]
+    return found
+
+
+def tables(cli: CLIConfig, runs: "pandas.DataFrame") -> list[Section]:
+    """A row per task."""
+    columns = [
+        "task",
+        "reward before RL",
+        "after",
+        "change",
+        "right before",
+        "after",
+        "best",
+        "published of the full task",
+    ]
+    measures = ("before", "after", "rise", "right_before", "right_after", "right_best")
+
+    def shown(name: str, measured: str) -> str:
+        return cell(over_seeds(runs, {PART: name}, measured, (0.0, 1.0) if measured.startswith("right") else ANY))
+
+    rows = [[name, *(shown(name, measured) for measured in measures), TASKS[name].published] for name in cli.tasks]
+    title = "Held-out reward, and the share of held-out questions right; mean over seeds [95 % interval]"
+    return [Section(title, columns, rows)]
+
+
+def sentences(cli: CLIConfig, runs: "pandas.DataFrame") -> list[str]:
+    """Which tasks rose, and whether the sums were solved."""
+    words = {1: list[str](), 0: list[str](), -1: list[str]()}
+    for name in cli.tasks:
+        rise = over_seeds(runs, {PART: name}, "rise")
+        if rise is not None and not math.isnan(rise.low):
+            words[(rise.low > 0) - (rise.high < 0)].append(f"{name} {cell(rise)}")
+    said = [
+        f"Held-out reward {how}: {', '.join(words[sign])}."
+        for sign, how in ((1, "rose"), (-1, "fell"), (0, "neither rose nor fell by more than the interval"))
+        if words[sign]
+    ]
+    if "arithmetic" in cli.tasks:
+        best = runs[runs[PART] == "arithmetic"]["right_best"]
+        said.append(f"Of {len(best)} runs of arithmetic {int((best >= SOLVED).sum())} came to {SOLVED:g} right.")
+    return said
+
+
+def reading(cli: CLIConfig, study: Sequence[Part]) -> Reading:
+    """What is measured of a run, and what is said of all."""
+
+    def tell(runs: "pandas.DataFrame") -> tuple[list[Section], list[str]]:
+        steps = ", ".join(f"{part.name} {part.fixed[STEPS_KEY]}" for part in study)
+        about = f"{cli.form}: {len(runs)} runs, of so many batches of RL each: {steps}."
+        return tables(cli, runs), [about, *sentences(cli, runs)]
+
+    return Reading(measure, tell)
+
+
+async def main(cli: CLIConfig) -> None:
+    study = parts(cli)
+    await run_and_tell(cli, RECIPE, study, [SEED_KEY], lambda rows: reading(cli, study))
+
+
+if __name__ == "__main__":
+    run_recipe(CLIConfig, main, prepare=lambda arguments: gather_keys(arguments, "set"))
