@@ -14,6 +14,7 @@ COLLATZ_SYSTEM = (
 )
 OBJECTION_REQUEST = "Another agent wrote:\n{opponent}\nWhich step is wrong there?"
 SUPPORT_REQUEST = "Which step may the judge check?"
+ESTIMATE_REQUEST = "Another agent wrote:\n{opponent}\nWhich steps are wrong there?"
 
 _STEP = re.compile(r"\b([a-z])(\d+)\b")
 _NAMED = re.compile(r"\s*([a-l]) is (?:wrong|right)\b")
@@ -37,6 +38,7 @@ class CollatzTask(QATask, StepTask):
     debate_prompts: ClassVar = {"confidence": "", "rebuttal": OBJECTION_REQUEST, "support": SUPPORT_REQUEST}
     objection_request = OBJECTION_REQUEST
     support_request = SUPPORT_REQUEST
+    estimate_request = ESTIMATE_REQUEST
 
     def steps(self, item: TaskItem, text: str) -> list[Step] | None:
         steps = _STEP.findall(text.partition("<SOLUTION>")[0])
