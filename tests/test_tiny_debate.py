@@ -10,6 +10,8 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
+from tinker_cookbook.debate.dispute import narrow
+from tinker_cookbook.debate.transcript import Turn
 from tinker_cookbook.env.shipped.questions.collatz import LENGTHS, OBJECTION_REQUEST, labels_of, next_number
 from tinker_cookbook.env.task import TaskItem
 from tinker_cookbook.env.tasks import get_task
@@ -17,6 +19,7 @@ from tinker_cookbook.utils.files import read_jsonl
 from tools.make_tiny_debate.__main__ import STAGES, CLIConfig, generate, keys_of
 from tools.make_tiny_debate.corpus import KINDS, Writers, verdict
 from tools.make_tiny_debate.data_files import rows_of, write_all
+from tools.make_tiny_debate.disputes import bisection, conversations, estimates
 from tools.make_tiny_debate.figures import measure, task_of
 from tools.make_tiny_debate.trails import (
     LARGEST,
@@ -229,3 +232,44 @@ class TestLengths:
     def test_what_cannot_be_made(self, keys: dict[str, float]) -> None:
         with pytest.raises(ValueError, match=next(iter(keys))):
             CLIConfig(**keys)  # type: ignore[arg-type]
+
+
+class TestDisputes:
+    """The conversations that teach a model to be asked more than once."""
+
+    @pytest.mark.parametrize("steps", LENGTHS)
+    def test_an_examiner_comes_to_a_wrong_step_by_the_requests_of_the_protocol(self, steps: int) -> None:
+        rng, task, by, hits = random.Random(4), task_of(steps), Writers(steps, objection_skill=1.0), 0
+        for _ in range(40):
+            _, (_, question), _, (_, shown), *rest = bisection(rng, by)
+            item = TaskItem("", question, "")
+            found = task.steps(item, shown.partition("\n")[2].partition("\n")[0])
+            assert found is not None
+            said = [text for role, text in rest if role == "assistant"]
+            turns = [Turn([], text, text) for text in said]
+            narrowed = [narrow(task, item, found, turns[:count]) for count in range(len(turns) + 1)]
+            assert [one.is_over for one in narrowed] == [False] * len(turns) + [True]
+            asked = [text for role, text in rest if role == "user"]
+            lefts = [(one.left[0].name, one.left[-1].name) for one in narrowed[1:-1]]
+            assert asked == [task.narrowing_request.format(first=first, last=last) for first, last in lefts]
+            named = narrowed[-1].named
+            assert named is not None and len(turns) <= (steps - 1).bit_length()
+            hits += not named.holds or all(step.holds for step in found)
+        assert hits == 40
+
+    def test_an_estimator_doubts_most_what_is_wrong(self) -> None:
+        rng, task, by = random.Random(5), task_of(STEPS), Writers(objection_skill=1.0)
+        for _ in range(60):
+            *_, (_, question), _, (_, shown), (_, said) = estimates(rng, by)
+            item = TaskItem("", question, "")
+            found = task.steps(item, shown.partition("\n")[2].partition("\n")[0])
+            assert found is not None
+            given = task.estimates(item, found, said)
+            assert given is not None and min(given) < 1
+            assert all((estimate <= 0.2) == (not step.holds) for step, estimate in zip(found, given, strict=True))
+
+    def test_half_is_what_the_model_knows(self) -> None:
+        made = conversations(400, 0, Writers())
+        assert made == conversations(400, 0, Writers())
+        new = [any("are left" in text or text.endswith("%") for _, text in turns) for turns in made]
+        assert sum(new) == pytest.approx(200, abs=40)

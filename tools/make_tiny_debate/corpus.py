@@ -58,11 +58,16 @@ def objection(start: int, numbers: list[int], rng: random.Random, by: Writers = 
     """Against an answer: what a step should be. Where the step is right the claim is false, as it must be."""
     wrong = mistakes(start, numbers)
     i = rng.choice(wrong) if wrong and rng.random() < by.objection_skill else rng.randrange(len(numbers))
+    return objection_to(start, numbers, i, rng)
+
+
+def objection_to(start: int, numbers: list[int], i: int, rng: random.Random) -> str:
+    """The same, to step i."""
     number = before(start, numbers, i)
     claimed = next_number(number)
     if claimed == numbers[i]:
         claimed = wrong_number(number, rng)
-    return f"{by.labels[i]} is wrong: {number} makes {claimed}."
+    return f"{labels_of(len(numbers))[i]} is wrong: {number} makes {claimed}."
 
 
 def support(start: int, numbers: list[int], rng: random.Random, by: Writers = USUAL) -> str:
