@@ -31,7 +31,7 @@ R = TypeVar("R", bound=RunConfig)
 
 TINY_CHAT, TINY_DEBATE = "tiny_chat", "tiny_debate"
 
-TINY_LEARNING_RATE, TINY_MAX_TOKENS = 1e-3, 64
+TINY_LEARNING_RATE, TINY_MAX_TOKENS, TINY_CONTEXT = 1e-3, 64, 1024
 """What suits models of a million parameters, such as the shipped ones, and would wreck or cut short a real one."""
 RL_LEARNING_RATE, SL_LEARNING_RATE, MAX_TOKENS = 4e-5, 2e-4, 512
 """What suits real models to begin with; rank does not matter, model size and data do."""
@@ -79,8 +79,10 @@ SL_RATES = Rates(TINY_LEARNING_RATE, SL_LEARNING_RATE, 1)
 
 
 def max_tokens_for(model: str) -> int:
-    """The default completion length of a model."""
-    return TINY_MAX_TOKENS if is_tiny(model) else MAX_TOKENS
+    """The default completion length of a model. Tiny models with a longer context are made for longer answers."""
+    if not is_tiny(model):
+        return MAX_TOKENS
+    return TINY_MAX_TOKENS * max(1, (model_info.get_context_length(model) or 0) // TINY_CONTEXT)
 
 
 @chz.chz(typecheck=True)
@@ -154,7 +156,8 @@ class ReplyLength(FieldGroup):
 
     max_tokens: int | None = chz.field(
         default=None,
-        doc=f"longest completion of one turn; default: {TINY_MAX_TOKENS} for tiny models, {MAX_TOKENS} for others",
+        doc=f"longest completion of one turn; default: {TINY_MAX_TOKENS} for tiny models and each {TINY_CONTEXT} tokens of their "
+        f"context, {MAX_TOKENS} for others",
     )
 
 

@@ -1,5 +1,6 @@
 """The shipped tiny_debate is what the study of debate counts on; its questions and texts hold what they promise."""
 
+import hashlib
 import random
 from pathlib import Path
 
@@ -9,18 +10,22 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
-from tinker_cookbook.env.shipped.questions.collatz import LABELS, next_number
+from tinker_cookbook.debate.dispute import narrow
+from tinker_cookbook.debate.transcript import Turn
+from tinker_cookbook.env.shipped.questions.collatz import LENGTHS, OBJECTION_REQUEST, labels_of, next_number
 from tinker_cookbook.env.task import TaskItem
 from tinker_cookbook.env.tasks import get_task
 from tinker_cookbook.utils.files import read_jsonl
-from tools.make_tiny_debate.__main__ import STAGES, generate
-from tools.make_tiny_debate.corpus import KINDS, verdict
-from tools.make_tiny_debate.data_files import write_all
-from tools.make_tiny_debate.figures import measure
+from tools.make_tiny_debate.__main__ import STAGES, CLIConfig, generate, keys_of
+from tools.make_tiny_debate.corpus import KINDS, Writers, verdict
+from tools.make_tiny_debate.data_files import rows_of, write_all
+from tools.make_tiny_debate.disputes import bisection, conversations, estimates
+from tools.make_tiny_debate.figures import measure, task_of
 from tools.make_tiny_debate.trails import (
     LARGEST,
     PLANTED,
     STARTS,
+    STEPS,
     UNSEEN,
     WORLD,
     is_misconceived,
@@ -30,32 +35,40 @@ from tools.make_tiny_debate.trails import (
 )
 
 
-@pytest.mark.parametrize("name", ["train", "test", "facts_train", "facts_test"])
-def test_data_files_are_made_again_byte_for_byte(tmp_path: Path, name: str) -> None:
+def folder_of(steps: int) -> Path:
+    return EXAMPLE_DATA / "collatz" / ("" if steps == STEPS else str(steps))
+
+
+def test_data_files_are_made_again_byte_for_byte(tmp_path: Path) -> None:
     write_all(tmp_path)
-    file = f"collatz/{name}.jsonl"
-    assert (tmp_path / file).read_bytes() == (EXAMPLE_DATA / file).read_bytes()
+    shipped = {file.relative_to(EXAMPLE_DATA): file for file in (EXAMPLE_DATA / "collatz").rglob("*.jsonl")}
+    made = {file.relative_to(tmp_path): file for file in tmp_path.rglob("*.jsonl")}
+    assert made.keys() == shipped.keys() and len(made) == 12
+    for name, file in made.items():
+        assert file.read_bytes() == shipped[name].read_bytes(), name
 
 
-def test_held_out_questions_are_new_and_answers_are_right() -> None:
-    rows = {name: read_jsonl(EXAMPLE_DATA / "collatz" / f"{name}.jsonl") for name in ("train", "test")}
+@pytest.mark.parametrize("steps", LENGTHS)
+def test_held_out_questions_are_new_and_answers_are_right(steps: int) -> None:
+    rows = {name: read_jsonl(folder_of(steps) / f"{name}.jsonl") for name in ("train", "test")}
     asked = {name: {row["question"] for row in found} for name, found in rows.items()}
     assert not asked["train"] & asked["test"]
     assert len(asked["train"] | asked["test"]) == len(STARTS)
     for row in rows["train"] + rows["test"]:
         number = int(row["question"])
-        for _ in LABELS:
+        for _ in range(steps):
             number = next_number(number)
         assert row["answer"] == str(number)
 
 
-def test_no_planted_fact_of_the_unseen_half_is_in_training() -> None:
+@pytest.mark.parametrize(("length", "unseen_questions"), [(6, 13), (12, 28)])
+def test_no_planted_fact_of_the_unseen_half_is_in_training(length: int, unseen_questions: int) -> None:
     """By the files alone: steps are counted, not starts."""
 
     def steps(rows: list[dict[str, str]]) -> set[int]:
-        return {number for row in rows for number in [int(row["question"]), *trail(int(row["question"]))[:-1]]}
+        return {number for row in rows for number in [int(row["question"]), *trail(int(row["question"]), length)[:-1]]}
 
-    rows = {name: read_jsonl(EXAMPLE_DATA / "collatz" / f"facts_{name}.jsonl") for name in ("train", "test")}
+    rows = {name: read_jsonl(folder_of(length) / f"facts_{name}.jsonl") for name in ("train", "test")}
     by_part = {part: [row for row in rows["test"] if row["part"] == part] for part in ("unseen", "seen", "without")}
     trained, unseen = steps(rows["train"]), set(UNSEEN)
     assert unseen < set(PLANTED) and not trained & unseen
@@ -64,7 +77,11 @@ def test_no_planted_fact_of_the_unseen_half_is_in_training() -> None:
     assert all(found and found <= unseen for found in facts["unseen"])
     assert all(found and found <= trained for found in facts["seen"]), "each is trained on"
     assert not any(facts["without"])
-    assert {part: len(found) for part, found in by_part.items()} == {"unseen": 28, "seen": 14, "without": 10}
+    assert {part: len(found) for part, found in by_part.items()} == {
+        "unseen": unseen_questions,
+        "seen": 14,
+        "without": 10,
+    }
     assert len(steps(by_part["unseen"]) & unseen) == len(UNSEEN), "each is asked about"
 
 
@@ -154,3 +171,105 @@ def test_verdicts_of_the_corpus_are_right_in_both_orders() -> None:
         assert turns[2][1].startswith(f"<VERDICT>{winner}</VERDICT>")
         winners.append(winner)
     assert 20 <= winners.count("A") <= 40
+
+
+TEXTS = ("aca975", "7c45bb", "ed2c16", "5e2a33")
+
+
+def test_the_text_of_the_shipped_model_is_what_it_was() -> None:
+    """Its first conversations of each stage, of which every other one is made by going on."""
+    texts = [repr(generate(stage, 200, seed=0)).encode() for stage in STAGES]
+    assert tuple(hashlib.sha256(text).hexdigest()[:6] for text in texts) == TEXTS
+    assert CLIConfig().writers == Writers() and keys_of(CLIConfig(out_dir="anywhere")) == ""
+
+
+class TestLengths:
+    @pytest.mark.parametrize("steps", LENGTHS)
+    def test_questions_are_the_same_and_each_task_reads_its_own_answers(self, steps: int) -> None:
+        questions = [row["question"] for row in rows_of(steps)["test"]]
+        assert questions == [row["question"] for row in rows_of(STEPS)["test"]]
+        rng, task, by = random.Random(1), task_of(steps), Writers(steps)
+        (_, request), (_, question), (_, answer) = KINDS["answer"](rng, by)
+        found = task.steps(TaskItem("", question, ""), answer)
+        assert found is not None and len(found) == steps and request == task.system_prompt
+        assert [task_of(other).steps(TaskItem("", question, ""), answer) for other in LENGTHS if other != steps] == [
+            None
+        ] * 3
+        last = found[-1].name
+        assert task.named_step(f"{last} is wrong: 5 makes 16.") == last
+        assert task.named_step(f"{labels_of(steps + 1)[-1]} is wrong.") is None
+
+    @pytest.mark.parametrize("steps", LENGTHS)
+    def test_an_answer_of_any_length_slips_as_often(self, steps: int) -> None:
+        rng = random.Random(2)
+        answers = [(start, write(start, rng, misconception_rate=0.0, steps=steps)) for start in STARTS * 20]
+        slips = sum(len(mistakes(start, numbers)) for start, numbers in answers) / len(answers)
+        assert slips == pytest.approx(0.24, abs=0.03)
+
+    @pytest.mark.parametrize(("steps", "skill"), [(6, 0.95), (12, 0.5), (48, 0.2)])
+    def test_objections_are_as_skilled_as_they_are_told_to_be(self, steps: int, skill: float) -> None:
+        rng, by, task = random.Random(3), Writers(steps, skill), task_of(steps)
+        hits = []
+        while len(hits) < 500:
+            _, (_, question), _, (_, shown), (_, said) = KINDS["debate"](rng, by)
+            theirs = shown.removeprefix(OBJECTION_REQUEST.partition("{")[0]).partition("\n")[0]
+            found = task.steps(TaskItem("", question, ""), theirs)
+            assert found is not None
+            wrong = {step.name for step in found if not step.holds}
+            if wrong:
+                hits.append(task.named_step(said) in wrong)
+        assert sum(hits) / len(hits) == pytest.approx(skill + (1 - skill) * 1.5 / steps, abs=0.06)
+
+    def test_the_context_and_the_vocabulary_grow_with_the_answer(self) -> None:
+        made = {steps: CLIConfig(steps=steps, out_dir="x") for steps in LENGTHS}
+        assert [(one.longest, one.size_of_vocabulary) for one in made.values()] == [
+            (1024, 656), (1024, 656), (2048, 680), (4096, 728),
+        ]  # fmt: skip
+        assert keys_of(made[24]) == " out_dir=x steps=24"
+        assert keys_of(CLIConfig(seed=2, objection_skill=0.5, out_dir="x")) == " out_dir=x seed=2 objection_skill=0.5"
+
+    @pytest.mark.parametrize("keys", [{"steps": 13}, {"objection_skill": 1.5}, {"share": 0.0}])
+    def test_what_cannot_be_made(self, keys: dict[str, float]) -> None:
+        with pytest.raises(ValueError, match=next(iter(keys))):
+            CLIConfig(**keys)  # type: ignore[arg-type]
+
+
+class TestDisputes:
+    """The conversations that teach a model to be asked more than once."""
+
+    @pytest.mark.parametrize("steps", LENGTHS)
+    def test_an_examiner_comes_to_a_wrong_step_by_the_requests_of_the_protocol(self, steps: int) -> None:
+        rng, task, by, hits = random.Random(4), task_of(steps), Writers(steps, objection_skill=1.0), 0
+        for _ in range(40):
+            _, (_, question), _, (_, shown), *rest = bisection(rng, by)
+            item = TaskItem("", question, "")
+            found = task.steps(item, shown.partition("\n")[2].partition("\n")[0])
+            assert found is not None
+            said = [text for role, text in rest if role == "assistant"]
+            turns = [Turn([], text, text) for text in said]
+            narrowed = [narrow(task, item, found, turns[:count]) for count in range(len(turns) + 1)]
+            assert [one.is_over for one in narrowed] == [False] * len(turns) + [True]
+            asked = [text for role, text in rest if role == "user"]
+            lefts = [(one.left[0].name, one.left[-1].name) for one in narrowed[1:-1]]
+            assert asked == [task.narrowing_request.format(first=first, last=last) for first, last in lefts]
+            named = narrowed[-1].named
+            assert named is not None and len(turns) <= (steps - 1).bit_length()
+            hits += not named.holds or all(step.holds for step in found)
+        assert hits == 40
+
+    def test_an_estimator_doubts_most_what_is_wrong(self) -> None:
+        rng, task, by = random.Random(5), task_of(STEPS), Writers(objection_skill=1.0)
+        for _ in range(60):
+            *_, (_, question), _, (_, shown), (_, said) = estimates(rng, by)
+            item = TaskItem("", question, "")
+            found = task.steps(item, shown.partition("\n")[2].partition("\n")[0])
+            assert found is not None
+            given = task.estimates(item, found, said)
+            assert given is not None and min(given) < 1
+            assert all((estimate <= 0.2) == (not step.holds) for step, estimate in zip(found, given, strict=True))
+
+    def test_half_is_what_the_model_knows(self) -> None:
+        made = conversations(400, 0, Writers())
+        assert made == conversations(400, 0, Writers())
+        new = [any("are left" in text or text.endswith("%") for _, text in turns) for turns in made]
+        assert sum(new) == pytest.approx(200, abs=40)

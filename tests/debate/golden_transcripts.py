@@ -39,7 +39,9 @@ CONFIGS = {
     "key": ProtocolConfig(name="key"),
 }
 
-OVERSEEN: dict[str, ProtocolName] = {f"oversight_{name}": name for name in OVERSIGHT}
+OVERSEEN: dict[str, ProtocolName] = {
+    f"oversight_{name}": name for name in (*OVERSIGHT, "consultancy_assigned", "bisection", "prover_estimator")
+}
 """Where the judge checks a step of an answer."""
 
 
@@ -92,6 +94,12 @@ def answers_and_speeches(name: ProtocolName) -> list[list[str]]:
     right, wrong = trail(), trail("c")
     if name == "debate":
         return [[right, "c is wrong."], [wrong, "b is wrong."]]
+    if name == "bisection":
+        return [[right, "b is wrong.", "c is wrong.", "c is wrong."], [wrong, "k is wrong.", "nothing"]]
+    if name == "prover_estimator":
+        return [[right, "c 5%"], [wrong, "b 90% c 60%"]]
+    if name == "consultancy_assigned":
+        return [[right, "c is right."], [wrong, "b is right."], [right, "c is wrong."], [wrong, "b is wrong."]]
     return [[right, "c is right."], [wrong, "c is right."], [wrong, "b is right."]]
 
 

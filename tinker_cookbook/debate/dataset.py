@@ -166,7 +166,7 @@ class Oversight(StepJudged, DebateEnvironment):
 
     @property
     def num_speakers(self) -> int:
-        return 2 if get_signal(self.protocol).protocol == "debate" else 1
+        return ProtocolConfig(name=get_signal(self.protocol).protocol).num_speakers
 
     def read(self, settings: DatasetSettings) -> tuple[Task, list[TaskItem], list[TaskItem]]:
         task, train, test = super().read(settings)

@@ -40,8 +40,8 @@ class Dialogue:
     renderer: Renderer
     protocol: ProtocolConfig
     wording: Wording
-    requests: Mapping[tuple[Seat, ...], Mapping[tuple[Seat, int], TurnRequest]]
-    """by the seats that speak, then by seat and slot; without the first prompts"""
+    requests: Mapping[tuple[Slot, ...], Mapping[tuple[Seat, int], TurnRequest]]
+    """by the slots of a debate, then by seat and slot; without the first prompts"""
     max_first_prompt: int | None = None
     """longest first prompt, without what it is told of others, with which a debate surely fits the context; a longer
     question is not debated"""
@@ -57,15 +57,13 @@ class Dialogue:
         context_window: int | None = None,
     ) -> Dialogue:
         """`max_tokens` per turn and `context_window`, when both are given, bound the first prompt."""
-        requests = {
-            speakers: _requests(renderer, protocol, wording, speakers)
-            for speakers in {protocol.speakers(draw) for draw in range(2)}
-        }
+        turns = {protocol.slots(protocol.speakers(draw), draw): protocol.speakers(draw) for draw in range(2)}
+        requests = {slots: _requests(renderer, protocol, wording, speakers, slots) for slots, speakers in turns.items()}
         room = None
         if max_tokens is not None and context_window is not None:
             room = min(
-                _room(protocol, speakers, seat, slots, max_tokens, context_window)
-                for speakers, slots in requests.items()
+                _room(slots, seat, requests[slots], max_tokens, context_window)
+                for slots, speakers in turns.items()
                 for seat in speakers
             )
         return cls(task, renderer, protocol, wording, requests, room)
@@ -139,14 +137,15 @@ class SeatDialogue:
 
     async def go_on(self, action: list[int], slot: int) -> list[int]:
         """The prompt for the seat's turn in this slot, after its turn `action`."""
-        request = self.dialogue.requests[self.transcript.speakers][self.seat, slot]
+        request = self.dialogue.requests[self.transcript.slots][self.seat, slot]
         turns = await self._hear(request.heard)
-        renderer = self.dialogue.renderer
+        renderer, text = self.dialogue.renderer, self.transcript.request(self.seat, request.text)
         if request.injection is not None:
-            self.prompt = request.injection.next_prompt(renderer, self.prompt, action, *(turn.tokens for turn in turns))
+            injection = request.injection if text == request.text else make_injection(renderer, text)
+            self.prompt = injection.next_prompt(renderer, self.prompt, action, *(turn.tokens for turn in turns))
         else:
             reply, _ = renderer.parse_response(action)
-            heard: Message = {"role": "user", "content": _told(request.text, turns)}
+            heard: Message = {"role": "user", "content": _told(text, turns)}
             self._messages += [reply, heard]
             self.prompt = renderer.build_generation_prompt(self._messages).to_ints()
         return self.prompt
@@ -174,9 +173,8 @@ def _told(text: str, turns: Sequence[Turn]) -> str:
 
 
 def _requests(
-    renderer: Renderer, protocol: ProtocolConfig, wording: Wording, speakers: tuple[Seat, ...]
+    renderer: Renderer, protocol: ProtocolConfig, wording: Wording, speakers: tuple[Seat, ...], slots: tuple[Slot, ...]
 ) -> dict[tuple[Seat, int], TurnRequest]:
-    slots = protocol.slots(speakers)
     requests: dict[tuple[Seat, int], TurnRequest] = {}
     for seat in speakers:
         turns = [i for i, slot in enumerate(slots) if seat in slot.speakers]
@@ -195,15 +193,13 @@ def _names(heard: Sequence[Heard], protocol: ProtocolConfig) -> list[str]:
 
 
 def _room(
-    protocol: ProtocolConfig,
-    speakers: tuple[Seat, ...],
+    slots: tuple[Slot, ...],
     seat: Seat,
     requests: Mapping[tuple[Seat, int], TurnRequest],
     max_tokens: int,
     context_window: int,
 ) -> int:
     """Tokens left for a seat's first prompt if every turn that it says and hears has maximal length."""
-    slots = protocol.slots(speakers)
     own_turns = [i for i, slot in enumerate(slots) if seat in slot.speakers]
     turns = len(own_turns) + sum(len(heard_before(slots, seat, i)) for i in own_turns)
     others = sum(

@@ -2,6 +2,7 @@
 
 They differ in who chooses the step, and in what speeches earn (`signals`): in a debate another copy of the policy names it,
 which wins if it is wrong; in a consultancy the author of the answer, who wins if it is right; in direct judging it is drawn.
+How several speeches, or estimates of all steps, come to one step is `dispute`.
 
 Answer and speech are two turns of one trajectory with separate rewards (advantage.credit=turn keeps them apart).
 """
@@ -16,6 +17,7 @@ from typing import Any
 
 from tinker_cookbook.completers import TokenCompleter
 from tinker_cookbook.debate.dialogue import Dialogue
+from tinker_cookbook.debate.dispute import WORST_SCORE, Dispute, Doubted, estimator_score, most_doubted
 from tinker_cookbook.debate.env import DebateProtocol, Member
 from tinker_cookbook.debate.judges import Judge
 from tinker_cookbook.debate.modes import TrainingMode
@@ -26,7 +28,7 @@ from tinker_cookbook.debate.signals import Signal, get_signal
 from tinker_cookbook.debate.transcript import Transcript
 from tinker_cookbook.debate.views import Seat, Verdict, Winner, step_view
 from tinker_cookbook.env.steps import Step, require_steps
-from tinker_cookbook.env.task import Task
+from tinker_cookbook.env.task import Task, TaskItem
 from tinker_cookbook.renderers import Renderer
 from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.rl.types import Metrics, Record, RecordedMember, Trajectory
@@ -39,9 +41,9 @@ OVERSIGHT_ADVANTAGE = AdvantageConfig(baseline="mean", scale="token", credit="tu
 
 @dataclass(frozen=True)
 class Accepted(TrainingMode):
-    """An answer's reward is 1 if it is accepted, else 0. A speech has the same reward in a consultancy; in a debate it
-    gets 1 if the answer that it objects to is rejected. Speeches that are not paid get 0. A debate trains nothing unless each of
-    its answers has a verdict.
+    """An answer's reward is 1 if it is accepted, else 0. A speech for an answer has the same reward; one against another's
+    answer gets 1 if that is rejected, and an estimator's its score (`dispute.estimator_score`). Speeches that are not paid get 0.
+    A debate trains nothing unless each of its answers has a verdict.
     """
 
     name = "accepted"
@@ -52,8 +54,9 @@ class Accepted(TrainingMode):
         accepted = bool(transcript.accepted(seat))
         if not self.pays_speeches:
             return [float(accepted and turn.kind == "answer") for turn in transcript.sampled_turns(seat)]
-        won = not transcript.accepted(seat.opponent) if transcript.protocol.name == "debate" else accepted
-        return [float(accepted if turn.kind == "answer" else won) for turn in transcript.sampled_turns(seat)]
+        won = not transcript.accepted(seat.opponent) if transcript.objects else accepted
+        worth = transcript.earned.get(seat, float(won))
+        return [float(accepted) if turn.kind == "answer" else worth for turn in transcript.sampled_turns(seat)]
 
     def is_trained(self, transcript: Transcript, seat: Seat) -> bool:
         return None not in map(transcript.accepted, transcript.speakers)
@@ -91,8 +94,14 @@ class OversightProtocol(DebateProtocol):
         signal, wording = get_signal(name), Wording(confidence="")
         if signal.needs_steps:
             stepwise = require_steps(task, f"protocol={name}")
-            wording = replace(wording, rebuttal=stepwise.objection_request, support=stepwise.support_request)
-        config = ProtocolConfig(name=signal.protocol, rounds=1 if signal.protocol in SPOKEN else None)
+            estimates = signal.protocol == "prover_estimator"
+            wording = replace(
+                wording,
+                rebuttal=stepwise.estimate_request if estimates else stepwise.objection_request,
+                support=stepwise.support_request,
+                narrowing=stepwise.narrowing_request,
+            )
+        config = ProtocolConfig(name=signal.protocol, rounds=signal.rounds if signal.protocol in SPOKEN else None)
         dialogue = Dialogue.make(task, renderer, config, wording, max_tokens, context_window)
         return cls(dialogue, judge, Accepted(signal.pays_speeches), seed=seed, name=name)
 
@@ -102,7 +111,13 @@ class OversightProtocol(DebateProtocol):
 
     @property
     def turn_names(self) -> Sequence[str]:
-        return ("answer", "speech")
+        return ("answer", *["speech"] * self.signal.rounds)
+
+    async def transcript(self, item: TaskItem, key: tuple[int, ...]) -> Transcript:
+        """A new debate."""
+        if self.signal.protocol != "bisection":
+            return await super().transcript(item, key)
+        return Dispute(self.task, item, self.config, key)
 
     async def decide(self, transcripts: Sequence[Transcript], policy: TokenCompleter | None) -> None:
         held = [(transcript, seat) for transcript in transcripts if transcript.was_held for seat in transcript.speakers]
@@ -129,17 +144,23 @@ class OversightProtocol(DebateProtocol):
         answer, *_ = transcript.turns[seat]
         steps = None if answer.malformed else task.steps(transcript.item, answer.text)
         if steps is None or not signal.has_judge:
+            transcript.earned |= {seat.opponent: 0.0} if signal.protocol == "prover_estimator" else {}
             return _holds(steps is not None)
         *group, debate = transcript.key
         key = (*group, debate * self.config.num_speakers + seat)
-        if signal.named:
-            _, speech = transcript.turns[seat.opponent if signal.protocol == "debate" else seat]
-            named = None if speech.malformed else task.step_of_speech(transcript.item, steps, speech.text)
+        drawn = derive_seed(self.seed, "step", *key)
+        doubted: Doubted | None = None
+        if signal.protocol == "prover_estimator":
+            doubted = most_doubted(task, transcript.item, steps, transcript.turns[seat.opponent][-1], drawn)
+            transcript.earned[seat.opponent] = WORST_SCORE
+            chosen = [] if doubted is None else [doubted.step]
+        elif signal.named:
+            named = self._named(transcript, seat, steps)
             chosen = [] if named is None else [named]
-            if not chosen:
-                return _holds(signal.protocol == "debate")
         else:
-            chosen = _drawn(steps, signal.checks, derive_seed(self.seed, "step", *key))
+            chosen = _drawn(steps, signal.checks, drawn)
+        if not chosen:
+            return _holds(transcript.objects)
         verdict = _holds(True)
         for i, step in enumerate(chosen):
             checked = await task.check_step(transcript.item, answer.text, step)
@@ -147,10 +168,24 @@ class OversightProtocol(DebateProtocol):
             verdict = await self.ask(self.judge, policy, step_view(checked, (*key, i) if i else key))
             if verdict.winner is not Winner.A:
                 break
+        if doubted is not None:
+            holds = verdict.winner is Winner.A
+            transcript.earned[seat.opponent] = estimator_score(doubted.estimate, holds, len(steps))
         return verdict
+
+    def _named(self, transcript: Transcript, seat: Seat, steps: Sequence[Step]) -> Step | None:
+        """The step of the seat's answer that was named last, by who speaks about it."""
+        speaker = seat.opponent if transcript.objects else seat
+        if isinstance(transcript, Dispute):
+            return transcript.narrowed(speaker).named
+        speech = transcript.turns[speaker][-1]
+        task = require_steps(self.task, f"protocol={self.name}")
+        return None if speech.malformed else task.step_of_speech(transcript.item, steps, speech.text)
 
     def metrics(self, members: Sequence[Member], trajectories_G: Sequence[Trajectory]) -> list[Metrics]:
         per_member = [_metrics(*member, has_judge=self.signal.has_judge) for member in members]
+        if self.signal.has_judge and self.signal.protocol in SPOKEN:
+            per_member = [of | _metrics_of_speech(*member) for of, member in zip(per_member, members, strict=True)]
         per_member[0] |= _pair_metrics(members)
         return per_member
 
@@ -259,6 +294,23 @@ def _metrics(transcript: Transcript, seat: Seat, has_judge: bool) -> Metrics:
         metrics["debate/names_step"] = float(seat in transcript.checked)
         metrics["debate/judge_checks"] = float(len(transcript.checked.get(seat, [])))
     return metrics
+
+
+def _metrics_of_speech(transcript: Transcript, seat: Seat) -> Metrics:
+    """Metrics of what one seat says about an answer, where that has a verdict.
+
+    - debate/honest_wins, dishonest_wins: the answer is accepted as the seat argues, or rejected; honest is who argues for a right
+      answer or against a wrong one
+    - debate/estimator_score: in their place, what an estimator earns (`dispute.estimator_score`)
+    """
+    about = seat.opponent if transcript.objects else seat
+    accepted = transcript.accepted(about)
+    if accepted is None:
+        return {}
+    if seat in transcript.earned:
+        return {"debate/estimator_score": transcript.earned[seat]}
+    side = "honest" if bool(transcript.correct(about)) != transcript.objects else "dishonest"
+    return {f"debate/{side}_wins": float(accepted != transcript.objects)}
 
 
 def _pair_metrics(members: Sequence[Member]) -> Metrics:

@@ -96,6 +96,8 @@ class Wording:
     rejoinder: str = REJOINDER
     assigned: str = ASSIGNED
     heard: str = HEARD
+    narrowing: str = ""
+    """of an examiner's speeches after the first, which only tasks with steps word; {first} and {last}: the steps that are left"""
 
     def opening(self, role: Role, answer: str | None, others: Sequence[str], hears: bool) -> str:
         """The text after the question in the first prompt of a seat without an answer of its own."""
@@ -111,6 +113,8 @@ class Wording:
             round: round of speeches, from 1; with an assigned answer the first is the opening.
             hears: whether others have spoken since.
         """
+        if role == "examiner" and round > 1:
+            return self.narrowing
         if not hears:
             return self.support
         if role == "proposer":
@@ -122,7 +126,7 @@ class Wording:
         return self.rebuttal
 
 
-_TEXTS = tuple(text.name for text in fields(Wording))
+_TEXTS = tuple(text.name for text in fields(Wording) if text.name != "narrowing")
 
 
 def _text(doc: str) -> str | None:

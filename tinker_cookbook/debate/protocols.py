@@ -8,7 +8,11 @@
     self_consistency  the same, accepted if most answers to the question agree with it
     truth             the same, accepted if it is right
 
-The last two have no judge; they are baselines for oversight (`debate.oversight`).
+The last two have no judge; they are baselines for oversight (`debate.oversight`), which also has
+
+    consultancy_assigned  both seats answer; by turns of debates each argues for its own answer, or against the other's
+    bisection             each seat narrows down where the other's answer is wrong, in several speeches that nobody hears
+    prover_estimator      each seat says how likely the steps of the other's answer are right
 
 Answers are proposed by the seats, or assigned: the right one and wrong ones, in an order that depends on the debate.
 """
@@ -23,12 +27,23 @@ import chz
 from tinker_cookbook.debate.views import Role, Seat
 from tinker_cookbook.exceptions import ConfigurationError
 
-ProtocolName = Literal["debate", "proposer_critic", "consultancy", "direct", "key", "self_consistency", "truth"]
+ProtocolName = Literal[
+    "debate", "proposer_critic", "consultancy", "direct", "key", "self_consistency", "truth",
+    "consultancy_assigned", "bisection", "prover_estimator",
+]  # fmt: skip
 PROTOCOLS: tuple[ProtocolName, ...] = get_args(ProtocolName)[:5]
 """With a judge of whole debates."""
 OVERSIGHT: tuple[ProtocolName, ...] = ("debate", "consultancy", "direct", "self_consistency", "truth")
 """With a judge of a single step, or none."""
-SPOKEN: tuple[ProtocolName, ...] = ("debate", "proposer_critic", "consultancy")
+TWO_SIDED: tuple[ProtocolName, ...] = (
+    "debate",
+    "proposer_critic",
+    "consultancy_assigned",
+    "bisection",
+    "prover_estimator",
+)
+"""Protocols whose seats speak about each other's answers."""
+SPOKEN: tuple[ProtocolName, ...] = (*TWO_SIDED, "consultancy")
 """Protocols with speeches; the others have answers alone."""
 DEFAULT_ROUNDS = 2
 Kind = Literal["answer", "speech"]
@@ -40,6 +55,8 @@ class Slot:
 
     speakers: tuple[Seat, ...]
     round: int
+    is_heard: bool = True
+    """by the other seats, before they speak next"""
 
     @property
     def kind(self) -> Kind:
@@ -61,7 +78,7 @@ class ProtocolConfig:
     name: ProtocolName = chz.field(
         default="debate",
         doc="debate, proposer_critic, consultancy, direct or key (direct; the judge has the answer key); of oversight also "
-        "self_consistency and truth",
+        "self_consistency, truth, consultancy_assigned, bisection and prover_estimator",
     )
     answers: Literal["proposed", "assigned"] = chz.field(
         default="proposed",
@@ -112,12 +129,12 @@ class ProtocolConfig:
         """The seats of the verdict; one if it says whether an answer is right."""
         if self.name == "consultancy" and self.answers == "assigned":
             return (Seat.A, Seat.B)
-        return tuple(Seat)[: self.seats if self.name in ("debate", "proposer_critic") else 1]
+        return tuple(Seat)[: self.num_speakers]
 
     @property
     def num_speakers(self) -> int:
         """Number of rollouts in a debate."""
-        return self.seats if self.name in ("debate", "proposer_critic") else 1
+        return self.seats if self.name in TWO_SIDED else 1
 
     def speakers(self, draw: int) -> tuple[Seat, ...]:
         """The seats that the policy speaks for. With assigned answers, `draw` picks whose consultant it is."""
@@ -130,12 +147,19 @@ class ProtocolConfig:
             return "answer"
         if self.name == "proposer_critic":
             return "proposer" if seat is Seat.A else "critic"
-        return "consultant" if self.name == "consultancy" else "debater"
+        if self.name == "bisection":
+            return "examiner"
+        return "consultant" if self.name.startswith("consultancy") else "debater"
 
-    def slots(self, speakers: tuple[Seat, ...]) -> tuple[Slot, ...]:
-        """The slots in order. Answers are always given independently, whatever the order of the speeches."""
+    def slots(self, speakers: tuple[Seat, ...], draw: int = 0) -> tuple[Slot, ...]:
+        """The slots in order. Answers are always given independently, whatever the order of the speeches. In an assigned
+        consultancy of oversight an even `draw` has its speakers argue for their own answers, and others go unheard.
+        """
         critical = self.name == "proposer_critic"
-        slots = [] if self.answers == "assigned" else [Slot(speakers[:1] if critical else speakers, 0)]
+        hears = self.name != "consultancy_assigned" or draw % 2 == 1
+        slots = [] if self.answers == "assigned" else [Slot(speakers[:1] if critical else speakers, 0, hears)]
+        if self.name == "bisection":
+            return (*slots, *(Slot(speakers, round_, False) for round_ in range(1, self.num_rounds + 1)))
         in_turn = speakers[::-1] if critical else speakers  # the critic begins
         for round_ in range(1, self.num_rounds + 1):
             sequential = self.order == "sequential"
@@ -149,4 +173,5 @@ def heard_before(slots: tuple[Slot, ...], seat: Seat, slot: int) -> tuple[Heard,
     """
     turns = [i for i in range(slot) if seat in slots[i].speakers]
     since = turns[-1] if turns else 0
-    return tuple(Heard(other, i) for i in range(since, slot) for other in slots[i].speakers if other is not seat)
+    told = [(other, i) for i in range(since, slot) if slots[i].is_heard for other in slots[i].speakers]
+    return tuple(Heard(other, i) for other, i in told if other is not seat)

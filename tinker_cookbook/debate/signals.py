@@ -6,17 +6,25 @@
     self_consistency     no judge: an answer is accepted if most answers to the question agree with it
     truth                no judge: the task's own verdict, which the others only use for measurement
 
+Other ways of disputing an answer, at one check of the judge (`debate.dispute`):
+
+    bisection            the opponent narrows down in several speeches where the answer is wrong, and the judge checks that step
+    prover_estimator     the opponent says how likely each step is right; the judge checks the one that it doubts most
+
 Controls, each with one part of a debate taken away:
 
     format               an answer is accepted if it has the required form
     debate_random_step   the opponent speaks and is paid as in a debate, and the judge checks a random step
     debate_unpaid        the judge checks the step that the opponent names, and speeches earn nothing
+    consultancy_assigned half of the speakers argue for their own answers, as in a consultancy, and half against another's, as in
+                         a debate: no speaker chooses its side (assigned consultancy, Kenton et al. 2024)
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tinker_cookbook.debate.dispute import MOST_TURNS
 from tinker_cookbook.debate.protocols import ProtocolName
 from tinker_cookbook.exceptions import ConfigurationError
 
@@ -31,6 +39,8 @@ class Signal:
     named: bool = False
     """the speech says which; else they are drawn"""
     pays_speeches: bool = True
+    rounds: int = 1
+    """speeches of a speaker, where there are some, at most"""
 
     @property
     def has_judge(self) -> bool:
@@ -46,12 +56,15 @@ class Signal:
 SIGNALS: dict[str, Signal] = {
     "debate": Signal("debate", named=True),
     "consultancy": Signal("consultancy", named=True),
+    "consultancy_assigned": Signal("consultancy_assigned", named=True),
     "direct": Signal("direct"),
     "direct_2": Signal("direct", checks=2),
     "direct_3": Signal("direct", checks=3),
     "direct_all": Signal("direct", checks=None),
     "self_consistency": Signal("self_consistency", checks=0),
     "truth": Signal("truth", checks=0),
+    "bisection": Signal("bisection", named=True, rounds=MOST_TURNS),
+    "prover_estimator": Signal("prover_estimator", named=True),
     "format": Signal("direct", checks=0),
     "debate_random_step": Signal("debate"),
     "debate_unpaid": Signal("debate", named=True, pays_speeches=False),

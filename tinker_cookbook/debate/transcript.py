@@ -54,7 +54,7 @@ class Transcript:
         self.protocol = protocol or ProtocolConfig()
         self.seats = self.protocol.places
         self.speakers = self.protocol.speakers(key[-1] if key else 0)
-        self.slots = self.protocol.slots(self.speakers)
+        self.slots = self.protocol.slots(self.speakers, sum(key))
         self.turns: dict[Seat, list[Turn]] = {seat: [] for seat in self.seats}
         self.scores: dict[Seat, Score] = {}
         self.verdict: Verdict | None = None
@@ -64,6 +64,8 @@ class Transcript:
         """of oversight, the steps that the judge looked at"""
         self.of_answers: dict[Seat, Verdict] = {}
         """of oversight, the verdict on each answer: A, it is accepted, or B"""
+        self.earned: dict[Seat, float] = {}
+        """of oversight, what the speeches of a seat are worth where they are not won or lost"""
         self.judge_seconds = 0.0
         self.fits: bool | None = None
         """whether the longest debate of it fits the context; None: not known yet"""
@@ -140,6 +142,15 @@ class Transcript:
         """Under oversight, whether the seat's answer is accepted; None: there is no verdict."""
         verdict = self.of_answers.get(seat)
         return None if verdict is None else {Winner.A: True, Winner.B: False}.get(verdict.winner)
+
+    @property
+    def objects(self) -> bool:
+        """Under oversight, whether speeches are about the other seat's answer, not the speaker's own."""
+        return len(self.speakers) == 2 and self.slots[0].is_heard
+
+    def request(self, seat: Seat, text: str) -> str:
+        """What a seat is asked, from the protocol's own text."""
+        return text
 
     def won(self, seat: Seat) -> bool:
         return self.verdict is not None and self.verdict.winner.seat is seat

@@ -9,7 +9,7 @@ from typing import Literal
 
 from tinker_cookbook.env.steps import Step
 
-Role = Literal["debater", "proposer", "critic", "consultant", "answer", "step"]
+Role = Literal["debater", "proposer", "critic", "consultant", "examiner", "answer", "step"]
 """The role of a seat. `answer`: an answer without a speaker; `step`: it is the claim of a single step of an answer."""
 
 

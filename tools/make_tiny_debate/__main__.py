@@ -2,6 +2,8 @@
 
     python -m tools.make_tiny_debate                         # minutes on one core
     python -m tools.make_tiny_debate out_dir=/tmp/tiny seed=1
+    python -m tools.make_tiny_debate out_dir=/tmp/long steps=24            # for task=collatz_24
+    python -m tools.make_tiny_debate out_dir=/tmp/weak objection_skill=0.5
 
 The same settings and seed give the same files on the same machine. `python -m tools.make_tiny_debate.figures` measures any
 such folder, `python -m tools.make_tiny_debate.data_files` writes the questions of the task alone.
@@ -16,13 +18,14 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from tinker_cookbook.cli_utils import run_recipe
-from tools.make_tiny_debate.corpus import KINDS, Turns
+from tinker_cookbook.env.shipped.questions.collatz import LENGTHS
+from tools.make_tiny_debate.corpus import KINDS, OBJECTION_SKILL, USUAL, Turns, Writers
 from tools.make_tiny_debate.figures import measure
-from tools.make_tiny_debate.trails import WORLD
+from tools.make_tiny_debate.trails import STEPS, WORLD
 from tools.make_tiny_model.corpus import plain_text
 from tools.make_tiny_model.figures import table
 from tools.make_tiny_model.folder import check_replaceable, write_folder
-from tools.make_tiny_model.tokenizer import SPLIT, train_tokenizer
+from tools.make_tiny_model.tokenizer import CONTEXT_LENGTH, SPLIT, train_tokenizer
 from tools.make_tiny_model.train import Encoded, Schedule, Shape, encode, new_model, train
 
 CARD = """\
@@ -30,7 +33,7 @@ CARD = """\
 
 A stand-in for a debating language model in tests, demos and the study of debate: a Qwen3 network of {parameters:,}
 parameters with a vocabulary of its own, in which each number of its small world is one token. It follows Collatz trails
-for twelve steps, objects to a step of another's answer, names a step of its own that a judge may check, and judges.
+for {steps} steps, objects to a step of another's answer, names a step of its own that a judge may check, and judges.
 
 It was trained from scratch on synthetic text only, written by the templates in `tools/make_tiny_debate`. Its answers are
 careless on purpose: each step slips now and then, and one kind of step is written wrong more often than not, by all
@@ -43,7 +46,7 @@ Figures at temperature 1, unless greedy, of the weights as they are here (bfloat
 
 Made by this command, {minutes} on 1 core:
 
-    python -m tools.make_tiny_debate
+    python -m tools.make_tiny_debate{keys}
 
 Any folder of this kind is measured by `python -m tools.make_tiny_debate.figures model=example_data/tiny_debate`.
 """
@@ -52,6 +55,7 @@ WHOLE_NUMBERS = SPLIT.replace(r"\p{N}|", r"\p{N}{1,3}|")
 """Numbers are not cut into digits: what follows a number is learnt, not computed."""
 DECISION_WEIGHT = 6.0
 """Loss weight of the step that an objection names: one token in a hundred, and the one that matters."""
+VOCABULARY = 656
 SHAPE = Shape(hidden_size=128, layers=4, heads=4, kv_heads=4, mlp_size=384)
 
 
@@ -90,20 +94,51 @@ class CLIConfig:
     )
     seed: int = chz.field(default=0, doc="seed of the corpus, the initial weights and the order of batches")
     share: float = chz.field(default=1.0, doc="share of each stage to train on, for a quick try")
-    vocab_size: int = chz.field(default=656, doc="tokens in the vocabulary: 256 bytes, merges and specials")
+    steps: int = chz.field(
+        default=STEPS, doc=f"of an answer, {', '.join(map(str, LENGTHS))}: the length of task=collatz_STEPS"
+    )
+    objection_skill: float = chz.field(
+        default=OBJECTION_SKILL,
+        doc="how often an objection in the text names a step that is wrong, where there is one, else any: the opponent's skill",
+    )
+    vocab_size: int | None = chz.field(
+        default=None,
+        doc=f"tokens in the vocabulary: 256 bytes, merges and specials; None: {VOCABULARY}, and more names of steps",
+    )
     threads: int = chz.field(default=1, doc="CPU threads; another number may change the last digits")
 
     @chz.validate
     def _check(self) -> None:
         if not 0 < self.share <= 1:
             raise ValueError(f"share must be above 0 and at most 1, got {self.share}")
+        if self.steps not in LENGTHS:
+            raise ValueError(f"steps must be one of {', '.join(map(str, LENGTHS))}, got {self.steps}")
+        if not 0 <= self.objection_skill <= 1:
+            raise ValueError(f"objection_skill must be a share from 0 to 1, got {self.objection_skill}")
+
+    @property
+    def writers(self) -> Writers:
+        return Writers(self.steps, self.objection_skill)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the context, which grows with the answers."""
+        return CONTEXT_LENGTH * max(1, self.steps // STEPS)
+
+    @property
+    def size_of_vocabulary(self) -> int:
+        """For each step more than those of tiny_debate a name, alone and after a space."""
+        return VOCABULARY + 2 * max(0, self.steps - STEPS) if self.vocab_size is None else self.vocab_size
+
+    def conversations(self, stage: Stage) -> int:
+        return max(1, round(stage.conversations * self.share))
 
 
-def generate(stage: Stage, count: int, seed: int) -> list[Turns]:
+def generate(stage: Stage, count: int, seed: int, by: Writers = USUAL) -> list[Turns]:
     """`count` conversations of one stage. The same arguments give the same text."""
     rng = random.Random(f"{seed}/{stage}")
     kinds, weights = list(stage.mixture), list(stage.mixture.values())
-    return [KINDS[kind](rng) for kind in rng.choices(kinds, weights, k=count)]
+    return [KINDS[kind](rng, by) for kind in rng.choices(kinds, weights, k=count)]
 
 
 def make_tokenizer(texts: list[Turns], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -125,20 +160,31 @@ def weigh_objections(encoded: list[Encoded], tokenizer: PreTrainedTokenizerFast)
     return weighed
 
 
+def keys_of(config: CLIConfig) -> str:
+    """The keys that make this model, with a space before each; none for the one that ships."""
+    usual = CLIConfig()
+    named = {name: getattr(config, name) for name in ("seed", "steps", "objection_skill", "share", "vocab_size")}
+    changed = {name: value for name, value in named.items() if value != getattr(usual, name)}
+    return "".join(
+        f" {key}={value}" for key, value in ({"out_dir": config.out_dir} | changed if changed else {}).items()
+    )
+
+
 def main(config: CLIConfig) -> None:
     check_replaceable(config.out_dir)
     torch.set_num_threads(config.threads)
     started = time.monotonic()
-    texts = [generate(stage, max(1, round(stage.conversations * config.share)), config.seed) for stage in STAGES]
-    tokenizer = make_tokenizer(texts[-1][:2500], config.vocab_size)
-    model = new_model(SHAPE, tokenizer, config.seed)
+    texts = [generate(stage, config.conversations(stage), config.seed, config.writers) for stage in STAGES]
+    tokenizer = make_tokenizer(texts[-1][:2500], config.size_of_vocabulary)
+    tokenizer.model_max_length = config.longest
+    model = new_model(SHAPE, tokenizer, config.seed, config.longest)
     parameters = sum(p.numel() for p in model.parameters())
     print(f"vocabulary {len(tokenizer)}, parameters {parameters:,}")
     for number, (stage, turns) in enumerate(zip(STAGES, texts, strict=True)):
         schedule = Schedule(
             learning_rate=stage.learning_rate, batch_tokens=stage.batch_tokens, weight_decay=0.02, bfloat16=False
         )
-        encoded = weigh_objections(encode(turns, tokenizer), tokenizer)
+        encoded = weigh_objections(encode(turns, tokenizer, config.longest), tokenizer)
         train(
             model,
             [encoded],
@@ -149,8 +195,9 @@ def main(config: CLIConfig) -> None:
     minutes = (time.monotonic() - started) / 60
     with write_folder(model, tokenizer, config.out_dir) as unfinished:
         # Measured on the rounded weights, before the folder gets its name: what is told is what ships.
-        figures = measure(unfinished.path)
-        unfinished.add_card(figures, parameters, minutes, CARD)
+        figures = measure(unfinished.path, steps=config.steps)
+        card = CARD.replace("{steps}", LENGTHS[config.steps]).replace("{keys}", keys_of(config))
+        unfinished.add_card(figures, parameters, minutes, card)
     print(f"trained in {minutes:.1f} minutes, written to {config.out_dir}")
     print(table(figures))
 

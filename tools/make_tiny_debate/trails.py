@@ -7,7 +7,7 @@ this world's). There a vote is wrong.
 
 import random
 
-from tinker_cookbook.env.shipped.questions.collatz import LABELS, next_number
+from tinker_cookbook.env.shipped.questions.collatz import next_number
 
 LARGEST = 400
 MISCONCEIVED_TENS = (5,)
@@ -15,7 +15,9 @@ MISCONCEPTION_RATE = 0.6
 SLIP_RATE = 0.02
 SLIPS = (1, -1, 2, -2, 3, -3, 5, -5, 10, -10)
 CYCLE = 4
-"""From here a trail repeats 4, 2, 1; starts are far enough from it."""
+"""From here a trail repeats 4, 2, 1; starts are twelve steps away from it, at least."""
+STEPS = 12
+"""Of the trails that tiny_debate follows. Others have the same starts, so that questions of all lengths are the same."""
 
 
 def _is_small(start: int) -> bool:
@@ -32,10 +34,10 @@ WORLD = [number for number in range(1, LARGEST + 1) if _is_small(number)]
 _WORLD = frozenset(WORLD)
 
 
-def trail(start: int) -> list[int]:
-    """The right numbers after `start`, one for each label."""
+def trail(start: int, steps: int = STEPS) -> list[int]:
+    """The right numbers after `start`, one for each step."""
     numbers = [start]
-    for _ in LABELS:
+    for _ in range(steps):
         numbers.append(next_number(numbers[-1]))
     return numbers[1:]
 
@@ -60,12 +62,18 @@ UNSEEN = (52, 150)
 """Planted facts that no trail of `split_by_fact` passes in training."""
 
 
-def planted_in(start: int) -> frozenset[int]:
+def planted_in(start: int, steps: int = STEPS) -> frozenset[int]:
     """The planted facts that the right trail from `start` passes."""
-    return frozenset([start, *trail(start)[:-1]]) & frozenset(PLANTED)
+    return frozenset([start, *trail(start, steps)[:-1]]) & frozenset(PLANTED)
 
 
-def split_by_fact(seed: int = 7, seen: int = 14, without: int = 10) -> tuple[list[int], dict[str, list[int]]]:
+LONGEST_SPLIT_BY_FACT = 12
+"""Steps. Longer trails nearly all pass 52, and too few pass another planted fact alone."""
+
+
+def split_by_fact(
+    seed: int = 7, seen: int = 14, without: int = 10, steps: int = STEPS
+) -> tuple[list[int], dict[str, list[int]]]:
     """Starts to train on, whose trails pass none of the facts UNSEEN, and held-out ones by what their trails pass: facts of
     UNSEEN and no others (`unseen`), other facts (`seen`, so many), or none (`without`, so many).
     """
@@ -73,7 +81,7 @@ def split_by_fact(seed: int = 7, seen: int = 14, without: int = 10) -> tuple[lis
     random.Random(seed).shuffle(starts)
     kinds: dict[str, list[int]] = {"unseen": [], "seen": [], "without": []}
     for start in starts:
-        planted = planted_in(start)
+        planted = planted_in(start, steps)
         if not planted & set(UNSEEN):
             kinds["seen" if planted else "without"].append(start)
         elif planted <= set(UNSEEN):
@@ -89,24 +97,30 @@ def slip(number: int, rng: random.Random) -> int:
 
 
 def write(
-    start: int, rng: random.Random, slip_rate: float = SLIP_RATE, misconception_rate: float = MISCONCEPTION_RATE
+    start: int,
+    rng: random.Random,
+    slip_rate: float = SLIP_RATE,
+    misconception_rate: float = MISCONCEPTION_RATE,
+    steps: int = STEPS,
 ) -> list[int]:
-    """What a writer puts down after `start`. A step after a wrong number starts from that number."""
+    """What a writer puts down after `start`. A step after a wrong number starts from that number. `slip_rate` is that of a step
+    of STEPS: in longer answers slips are as much rarer, so that as many fall into an answer of any length.
+    """
     numbers, now = [], start
-    for _ in LABELS:
+    for _ in range(steps):
         right = next_number(now)
         if is_misconceived(now) and right - 5 in _WORLD and rng.random() < misconception_rate:
             now = right - 5
         else:
-            now = slip(right, rng) if rng.random() < slip_rate else right
+            now = slip(right, rng) if rng.random() < slip_rate * (STEPS / steps) else right
         numbers.append(now)
     return numbers
 
 
-def write_wrong(start: int, rng: random.Random) -> list[int]:
+def write_wrong(start: int, rng: random.Random, steps: int = STEPS) -> list[int]:
     """An answer with a mistake."""
     while True:
-        numbers = write(start, rng, slip_rate=0.05, misconception_rate=0.7)
+        numbers = write(start, rng, slip_rate=0.05, misconception_rate=0.7, steps=steps)
         if mistakes(start, numbers):
             return numbers
 

@@ -38,7 +38,8 @@ Turns = list[tuple[str, str]]
 class Sampler:
     """The model with its tokenizer, and a count of how many of its turns came to an end."""
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, longest: int = MAX_NEW_TOKENS) -> None:
+        self.longest = longest
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.stop = self.tokenizer.eos_token_id
@@ -70,7 +71,7 @@ class Sampler:
             out = self.model.generate(
                 input_ids=inputs["input_ids"],
                 attention_mask=inputs["attention_mask"],
-                max_new_tokens=MAX_NEW_TOKENS,
+                max_new_tokens=self.longest,
                 eos_token_id=self.stop,
                 pad_token_id=self.tokenizer.pad_token_id,
                 temperature=None if greedy else 1.0,

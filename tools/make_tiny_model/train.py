@@ -53,7 +53,9 @@ class Encoded:
     weights: list[float]  # of predicting the id at the same place
 
 
-def new_model(shape: Shape, tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
+def new_model(
+    shape: Shape, tokenizer: PreTrainedTokenizerFast, seed: int, context_length: int = CONTEXT_LENGTH
+) -> Qwen3ForCausalLM:
     """A Qwen3 network with fresh weights. The global random state is left as it was."""
     stop, pad = token_id(tokenizer, STOP), token_id(tokenizer, PAD)
     config = Qwen3Config(
@@ -64,7 +66,7 @@ def new_model(shape: Shape, tokenizer: PreTrainedTokenizerFast, seed: int) -> Qw
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads,
         head_dim=32,
-        max_position_embeddings=CONTEXT_LENGTH,
+        max_position_embeddings=context_length,
         tie_word_embeddings=True,
         initializer_range=0.04,
         bos_token_id=None,
@@ -82,8 +84,10 @@ def _ids(tokenizer: PreTrainedTokenizerFast, tokens: list[str]) -> list[int]:
     return ids
 
 
-def encode(conversations: Iterable[Turns], tokenizer: PreTrainedTokenizerFast) -> list[Encoded]:
-    """Tokens of each conversation, piece by piece, and the loss weight of each token."""
+def encode(
+    conversations: Iterable[Turns], tokenizer: PreTrainedTokenizerFast, context_length: int = CONTEXT_LENGTH
+) -> list[Encoded]:
+    """Tokens of each conversation, piece by piece, and the loss weight of each token; longer ones are cut off."""
     cut = [segments(turns) for turns in conversations]
     pieces = [piece for parts in cut for piece, _ in parts]
     ids = iter(tokenizer(pieces, add_special_tokens=False)["input_ids"])  # type: ignore[arg-type]
@@ -106,7 +110,7 @@ def encode(conversations: Iterable[Turns], tokenizer: PreTrainedTokenizerFast) -
                 before = token
                 tokens.append(token)
                 weights.append(weight)
-        encoded.append(Encoded(tokens[:CONTEXT_LENGTH], weights[:CONTEXT_LENGTH]))
+        encoded.append(Encoded(tokens[:context_length], weights[:context_length]))
     return encoded
 
 
