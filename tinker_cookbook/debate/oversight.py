@@ -91,8 +91,9 @@ class OversightProtocol(DebateProtocol):
         signal, wording = get_signal(name), Wording(confidence="")
         if signal.needs_steps:
             stepwise = require_steps(task, f"protocol={name}")
-            wording = replace(wording, rebuttal=stepwise.objection_request, support=stepwise.support_request)
-        config = ProtocolConfig(name=signal.protocol, rounds=1 if signal.protocol in SPOKEN else None)
+            objection = stepwise.objection_request
+            wording = replace(wording, rebuttal=objection, closing=objection, support=stepwise.support_request)
+        config = ProtocolConfig(name=signal.protocol, rounds=signal.rounds if signal.protocol in SPOKEN else None)
         dialogue = Dialogue.make(task, renderer, config, wording, max_tokens, context_window)
         return cls(dialogue, judge, Accepted(signal.pays_speeches), seed=seed, name=name)
 
@@ -102,7 +103,7 @@ class OversightProtocol(DebateProtocol):
 
     @property
     def turn_names(self) -> Sequence[str]:
-        return ("answer", "speech")
+        return ("answer", "speech", "rebuttal")
 
     async def decide(self, transcripts: Sequence[Transcript], policy: TokenCompleter | None) -> None:
         held = [(transcript, seat) for transcript in transcripts if transcript.was_held for seat in transcript.speakers]
@@ -133,7 +134,7 @@ class OversightProtocol(DebateProtocol):
         *group, debate = transcript.key
         key = (*group, debate * self.config.num_speakers + seat)
         if signal.named:
-            _, speech = transcript.turns[seat.opponent if signal.protocol == "debate" else seat]
+            speech = transcript.turns[seat.opponent if signal.protocol == "debate" else seat][-1]
             named = None if speech.malformed else task.step_of_speech(transcript.item, steps, speech.text)
             chosen = [] if named is None else [named]
             if not chosen:
@@ -141,10 +142,15 @@ class OversightProtocol(DebateProtocol):
         else:
             chosen = _drawn(steps, signal.checks, derive_seed(self.seed, "step", *key))
         verdict = _holds(True)
+        spoken = None if not signal.named else "wrong" if signal.protocol == "debate" else "right"
         for i, step in enumerate(chosen):
             checked = await task.check_step(transcript.item, answer.text, step)
             transcript.checked[seat] = [*transcript.checked.get(seat, []), checked]
-            verdict = await self.ask(self.judge, policy, step_view(checked, (*key, i) if i else key))
+            place = (
+                steps.index(step) / len(steps) if step in steps else 0.0
+            )  # a speaker may name what is not among them
+            view = step_view(checked, (*key, i) if i else key, place, spoken)
+            verdict = await self.ask(self.judge, policy, view)
             if verdict.winner is not Winner.A:
                 break
         return verdict

@@ -11,6 +11,10 @@ Controls, each with one part of a debate taken away:
     format               an answer is accepted if it has the required form
     debate_random_step   the opponent speaks and is paid as in a debate, and the judge checks a random step
     debate_unpaid        the judge checks the step that the opponent names, and speeches earn nothing
+
+And one with a part added:
+
+    debate_rebuttal      the opponent hears what was said against its own answer and names a step once more, which counts
 """
 
 from __future__ import annotations
@@ -31,6 +35,8 @@ class Signal:
     named: bool = False
     """the speech says which; else they are drawn"""
     pays_speeches: bool = True
+    rounds: int = 1
+    """speeches of a speaker, where there are some; the last one counts"""
 
     @property
     def has_judge(self) -> bool:
@@ -55,6 +61,7 @@ SIGNALS: dict[str, Signal] = {
     "format": Signal("direct", checks=0),
     "debate_random_step": Signal("debate"),
     "debate_unpaid": Signal("debate", named=True, pays_speeches=False),
+    "debate_rebuttal": Signal("debate", named=True, rounds=2),
 }
 
 
