@@ -183,10 +183,14 @@ async def run_cells(plan: Plan) -> dict[str, list[Run]]:
     return runs
 
 
-def _measure_process(config: StudyConfig, protocol: str) -> Measured:
-    """`measure`, in a separate process."""
+def _measure_process(config: StudyConfig, protocols: Sequence[str]) -> dict[str, Measured]:
+    """`measure` under each protocol, in a separate process."""
+
+    async def every() -> dict[str, Measured]:
+        return {protocol: await measure(config, protocol, None) for protocol in protocols}
+
     with interruptible() as interrupts, closing_clients():
-        return interrupts.run(measure(config, protocol, None))
+        return interrupts.run(every())
 
 
 async def measure_cells(plan: Plan, only_plan: bool = False) -> dict[str, list[Run]]:
@@ -195,45 +199,48 @@ async def measure_cells(plan: Plan, only_plan: bool = False) -> dict[str, list[R
     """
     place = plan.folder / MEASURED
     saved = read_json_object(place, "remove the file to measure again") if place.exists() else {}
-    asked = [
-        (name, base, protocol)
+    asked = {
+        (name, base): [one for one in config.protocols if _key(name, base, one) not in saved]
         for name, config in plan.configs.items()
         for base in config.base_models or ("",)
-        for protocol in config.protocols
-    ]
-    left = [one for one in asked if _key(one) not in saved]
-    say(f"{len(asked)} measurements in {plan.folder}, {len(left)} to go")
+    }
+    left = {place: protocols for place, protocols in asked.items() if protocols}
+    count, to_go = sum(len(plan.configs[name].protocols) for name, _ in asked), sum(map(len, left.values()))
+    say(f"{count} measurements in {plan.folder}, {to_go} to go: {', '.join(plan.cells)}")
     if left:
-        name, base, protocol = left[0]
+        (name, base), protocols = next(iter(left.items()))
         started = time.perf_counter()
-        saved[_key(left[0])] = asdict(await measure(plan.configs[name].of_base(base), protocol, None))
-        hours = (time.perf_counter() - started) * (len(left) - 1) / plan.processes / SECONDS_PER_HOUR
-        say(f"Expected: {len(left) - 1} more, about {hours:.2f} hours (by the first)")
+        saved[_key(name, base, protocols[0])] = asdict(
+            await measure(plan.configs[name].of_base(base), protocols.pop(0), None)
+        )
+        hours = (time.perf_counter() - started) * (to_go - 1) / plan.processes / SECONDS_PER_HOUR
+        say(f"Expected: {to_go - 1} more, about {hours:.2f} hours (by the first)")
     if only_plan:
         return {}
     with processes(plan.processes) as start:
 
-        async def finish(one: tuple[str, str, str]) -> None:
-            name, base, protocol = one
-            config = plan.configs[name].of_base(base)
-            saved[_key(one)] = asdict(await start(_measure_process, config, protocol))
+        async def finish(name: str, base: str, protocols: Sequence[str]) -> None:
+            found = await start(_measure_process, plan.configs[name].of_base(base), protocols)
+            saved.update({_key(name, base, protocol): asdict(one) for protocol, one in found.items()})
             write_json(place, saved)
 
         async with asyncio.TaskGroup() as group:
-            for one in left[1:]:
-                group.create_task(finish(one))
+            for (name, base), protocols in left.items():
+                if protocols:
+                    group.create_task(finish(name, base, protocols))
     write_json(place, saved)
     runs: dict[str, list[Run]] = {name: [] for name in plan.cells}
-    for one in asked:
-        found = Measured(**saved[_key(one)])
-        runs[one[0]].append(Run(one[2], 0, 0, 0, 0.0, found, found, one[1]))
+    for name, base in asked:
+        for protocol in plan.configs[name].protocols:
+            found = Measured(**saved[_key(name, base, protocol)])
+            runs[name].append(Run(protocol, 0, 0, 0, 0.0, found, found, base))
     rows = [_answers(run).assign(**plan.cells[name].axes) for name, of_cell in runs.items() for run in of_cell]
     pandas.concat(rows, ignore_index=True).to_parquet(plan.folder / ROWS, index=False)
     return runs
 
 
-def _key(one: tuple[str, str, str]) -> str:
-    return " ".join((one[0], label_of(one[1]), one[2]))
+def _key(name: str, base: str, protocol: str) -> str:
+    return " ".join((name, label_of(base), protocol))
 
 
 def _answers(run: Run) -> pandas.DataFrame:

@@ -109,7 +109,7 @@ async def phase(cli: FigureConfig, folder: Path) -> Drawn | None:
     return Drawn([Section(title, names, rows)], panels, scope_of(every), [words])
 
 
-KENTON = ("format", "consultancy", "debate", "direct")
+JUDGED = ("consultancy", "debate", "direct")
 KENTON_ROWS: Mapping[str, tuple[str, Callable[[Measured], Sequence[float]]]] = {
     "naive": ("format", lambda measured: measured.prefers_I),
     "direct": ("direct", lambda measured: measured.prefers_I),
@@ -132,12 +132,14 @@ async def kenton(cli: FigureConfig, folder: Path) -> Drawn | None:
     worlds = world_cells(cli, {"trails": "dataset=trails", "facts": "dataset=facts"})
     judges = {f"error {error:g}": (f"step_judge.error_rate={error}",) for error in cli.errors}
     judges |= {"lm": ("step_judge.name=lm",)} if cli.lm_judge else {}
+    # Without speeches and checks the judge is of no account: it is measured with the first one alone.
+    asked = {judge: JUDGED if i else ("format", *JUDGED) for i, judge in enumerate(judges)}
     cells = [
-        Cell({"task": world, "judge": judge}, (*keys, *of_judge))
+        Cell({"task": world, "judge": judge}, (*keys, *of_judge, f"protocols={','.join(asked[judge])}"))
         for world, keys in worlds.items()
         for judge, of_judge in judges.items()
     ]
-    fixed = {"protocols": ",".join(KENTON), "samples": str(form_of(cli).samples)}
+    fixed = {"samples": str(form_of(cli).samples)}
     plan = await planned(cli, folder, cells, fixed)
     runs = await measure_cells(plan, cli.only_plan)
     if not runs:
@@ -150,7 +152,7 @@ async def kenton(cli: FigureConfig, folder: Path) -> Drawn | None:
         for name, (protocol, values) in KENTON_ROWS.items():
             found = [
                 over(
-                    of_protocol(runs[Cell({"task": world, "judge": judge}).name], protocol),
+                    of_protocol(_with(runs, world, judge if protocol in JUDGED else next(iter(judges))), protocol),
                     lambda run, of=values: of(run.before),
                 )
                 for judge in judges
@@ -162,6 +164,10 @@ async def kenton(cli: FigureConfig, folder: Path) -> Drawn | None:
         )
         panels[world] = (lines, "judge's error rate", "judge is right")
     return Drawn(tables, panels, scope_of(next(iter(runs.values()))), [KENTON_NOTE])
+
+
+def _with(runs: Mapping[str, list[Run]], world: str, judge: str) -> list[Run]:
+    return runs[Cell({"task": world, "judge": judge}).name]
 
 
 async def bias(cli: FigureConfig, folder: Path) -> Drawn | None:
