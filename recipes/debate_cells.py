@@ -209,10 +209,8 @@ async def measure_cells(plan: Plan, only_plan: bool = False) -> dict[str, list[R
     say(f"{count} measurements in {plan.folder}, {to_go} to go: {', '.join(plan.cells)}")
     if left:
         (name, base), protocols = next(iter(left.items()))
-        started = time.perf_counter()
-        saved[_key(name, base, protocols[0])] = asdict(
-            await measure(plan.configs[name].of_base(base), protocols.pop(0), None)
-        )
+        first, started = protocols.pop(0), time.perf_counter()
+        saved[_key(name, base, first)] = asdict(await measure(plan.configs[name].of_base(base), first, None))
         hours = (time.perf_counter() - started) * (to_go - 1) / plan.processes / SECONDS_PER_HOUR
         say(f"Expected: {to_go - 1} more, about {hours:.2f} hours (by the first)")
     if only_plan:

@@ -130,7 +130,7 @@ KENTON_NOTE = (
 async def kenton(cli: FigureConfig, folder: Path) -> Drawn | None:
     """How often the judge is right, by protocol, judge and task, before any training."""
     worlds = world_cells(cli, {"trails": "dataset=trails", "facts": "dataset=facts"})
-    judges = {f"error {error:g}": (f"step_judge.error_rate={error}",) for error in cli.errors}
+    judges = {f"error={error:g}": (f"step_judge.error_rate={error}",) for error in cli.errors}
     judges |= {"lm": ("step_judge.name=lm",)} if cli.lm_judge else {}
     # Without speeches and checks the judge is of no account: it is measured with the first one alone.
     asked = {judge: JUDGED if i else ("format", *JUDGED) for i, judge in enumerate(judges)}

@@ -75,7 +75,7 @@ class Said(TokenCompleter):
 
 async def persuasiveness(cli: FigureConfig, folder: Path) -> Drawn | None:
     """The judge's accuracy by the debaters' Elo, for each judge."""
-    judges = {f"error {error:g}": (f"step_judge.error_rate={error}",) for error in cli.errors}
+    judges = {f"error={error:g}": (f"step_judge.error_rate={error}",) for error in cli.errors}
     judges |= {"lm": ("step_judge.name=lm", "step_judge.soft=true")} if cli.lm_judge else {}
     plan = await planned(cli, folder, [Cell({"judge": name}, keys) for name, keys in judges.items()], {})
     found = await _speeches(plan, list(judges), cli.best_of[-1], cli.only_plan)

@@ -253,7 +253,8 @@ def test_each_judge_of_a_step_with_each_signal(protocol: str, judge: str, monkey
         env=env, model_name=TINY, renderer_name="qwen3_instruct", groups_per_batch=1, group_size=4, num_batches=1
     )
     speeches = ("c is wrong.", "b is wrong.", "a is right.", "nothing")
-    spoken = {i: [speech(RENDERER, trail("c" if i % 2 else "")), speech(RENDERER, speeches[i])] for i in range(4)}
+    said_last = [speech(RENDERER, text) for text in speeches]
+    spoken = {i: [speech(RENDERER, trail("c" if i % 2 else "")), said_last[i], said_last[i]] for i in range(4)}
 
     async def play_one() -> TrajectoryGroup:
         task, _, _ = env.read(dataset)
@@ -263,7 +264,7 @@ def test_each_judge_of_a_step_with_each_signal(protocol: str, judge: str, monkey
 
     group = asyncio.run(play_one())
     signal = SIGNALS[protocol]
-    turns = 2 if signal.protocol in SPOKEN else 1
+    turns = 1 + signal.rounds if signal.protocol in SPOKEN else 1
     assert [len(trajectory.transitions) for trajectory in group.trajectories_G] == [turns] * 4
     accepted = [record.content["accepted"] for record in group.records]
     if signal.protocol != "debate":  # where a member also needs the verdict on the answer that it objects to
