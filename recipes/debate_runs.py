@@ -91,8 +91,10 @@ def run_config(
         dataset_builder=dataset_builder(cli, protocol, seed, groups, steps, kept),
         **algorithm(cli, OVERSIGHT_ADVANTAGE),
         on_zero_advantages="skip",
-        evaluator_builders=[CpuClock],
-        eval_every=every,
+        evaluator_builders=[],
+        eval_every=0,
+        infrequent_evaluator_builders=[CpuClock],  # without the test set, which would be in the time
+        infrequent_eval_every=every,
         save_every=every if cli.curves else 0,
         max_steps=steps,
     )

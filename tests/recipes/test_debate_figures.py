@@ -199,10 +199,6 @@ class TestPersuasiveness:
     # Every second honest speech convinces, and the last of four dishonest ones.
     OF_JUDGE: ClassVar[dict[str, list[float]]] = {"honest": [0.0, 1.0, 0.0, 1.0], "dishonest": [0.0, 0.0, 0.0, 1.0]}
     ROW: ClassVar[dict[str, Any]] = {"item": "a", "part": "", "j": OF_JUDGE}
-        "item": "a",
-        "part": "",
-        "j": {"honest": [0.0, 1.0, 0.0, 1.0], "dishonest": [0.0, 0.0, 0.0, 1.0]},
-    }
 
     def test_the_best_of_a_block_counts(self) -> None:
         assert [best(self.ROW["j"]["honest"], n) for n in (1, 2, 4)] == [0.5, 1.0, 1.0]
