@@ -46,7 +46,7 @@ FIGURES: Mapping[str, Callable[[FigureConfig, Path], Awaitable[Drawn | None]]] =
 
 def picture(drawn: Drawn) -> str:
     """The panels of a figure, side by side."""
-    return side_by_side({name: svg(lines, x, y) for name, (lines, x, y) in drawn.panels.items()})
+    return side_by_side({name: svg(lines, x, y, bands=True) for name, (lines, x, y) in drawn.panels.items()})
 
 
 async def main(cli: CLIConfig) -> None:

@@ -134,9 +134,14 @@ class OversightProtocol(DebateProtocol):
         *group, debate = transcript.key
         key = (*group, debate * self.config.num_speakers + seat)
         if signal.named:
-            speech = transcript.turns[seat.opponent if signal.protocol == "debate" else seat][-1]
-            named = None if speech.malformed else task.step_of_speech(transcript.item, steps, speech.text)
-            chosen = [] if named is None else [named]
+            _, *speeches = transcript.turns[seat.opponent if signal.protocol == "debate" else seat]
+            named = [
+                step
+                for speech in speeches
+                if not speech.malformed
+                and (step := task.step_of_speech(transcript.item, steps, speech.text)) is not None
+            ]
+            chosen = named[-1:]  # who names none in a rebuttal stands by the objection
             if not chosen:
                 return _holds(signal.protocol == "debate")
         else:

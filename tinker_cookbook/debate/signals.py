@@ -14,7 +14,8 @@ Controls, each with one part of a debate taken away:
 
 And one with a part added:
 
-    debate_rebuttal      the opponent hears what was said against its own answer and names a step once more, which counts
+    debate_rebuttal      the opponent hears what was said against its own answer and speaks once more; the last step that it
+                         named counts
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Signal:
     """the speech says which; else they are drawn"""
     pays_speeches: bool = True
     rounds: int = 1
-    """speeches of a speaker, where there are some; the last one counts"""
+    """speeches of a speaker, where there are some; the last step that they name counts"""
 
     @property
     def has_judge(self) -> bool:

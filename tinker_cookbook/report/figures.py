@@ -138,10 +138,13 @@ def draw(lines: Sequence[Curve], x: str, y: str, out: Path, title: str | None, w
         pyplot.close(figure)
 
 
-def svg(lines: Sequence[Curve], x: str, y: str, width: int = 640, height: int = 360) -> str:
-    """A simpler figure as SVG, without matplotlib. The y-axis spans the means; bands are clipped."""
+def svg(lines: Sequence[Curve], x: str, y: str, width: int = 640, height: int = 360, bands: bool = False) -> str:
+    """A simpler figure as SVG, without matplotlib. The y-axis spans the means, and bands are clipped; with `bands` it spans
+    those too.
+    """
     left, bottom, top, right = 56, 40, 16, 16
-    values = [value for curve in lines for value in curve.mean.tolist() if math.isfinite(value)]
+    spanned = [at for curve in lines for at in ((curve.mean, curve.low, curve.high) if bands else (curve.mean,))]
+    values = [value for at in spanned for value in at.tolist() if math.isfinite(value)]
     low, high = min(values, default=0.0), max(values, default=1.0)
     span = (high - low) or 1.0
     reach = max((float(curve.x[-1]) for curve in lines if len(curve.x)), default=0.0) or 1.0
