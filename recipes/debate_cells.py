@@ -164,10 +164,11 @@ async def announce(plan: Plan) -> None:
 
 
 async def _timed(config: StudyConfig) -> tuple[Measured, float]:
-    """The first measurement of a study, and its seconds."""
-    base = (*config.base_models, "")[0]
+    """The first measurement of a study, and its seconds once everything is loaded."""
+    of_base = config.of_base((*config.base_models, "")[0])
+    await measure(chz.replace(of_base, num_test=1), config.protocols[0], None)
     started = time.perf_counter()
-    found = await measure(config.of_base(base), config.protocols[0], None)
+    found = await measure(of_base, config.protocols[0], None)
     return found, time.perf_counter() - started
 
 

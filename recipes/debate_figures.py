@@ -11,8 +11,9 @@
 The folder gets FIGURE.md (tables), FIGURE.svg, rows.parquet (every answer or item), and the studies that it is made of.
 """
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
+from typing import Any
 
 import chz
 
@@ -35,7 +36,7 @@ class CLIConfig(FigureConfig):
     """Keys of `python -m recipes.debate_figures`."""
 
 
-FIGURES: Mapping[str, Callable[[FigureConfig, Path], Awaitable[Drawn | None]]] = {
+FIGURES: Mapping[str, Callable[[FigureConfig, Path], Coroutine[Any, Any, Drawn | None]]] = {
     "phase": phase,
     "kenton": kenton,
     "persuasiveness": persuasiveness,

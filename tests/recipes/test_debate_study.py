@@ -1,10 +1,9 @@
 """The comparison of protocols: its numbers come from what was measured, its words from its numbers, and it can go on."""
 
 import asyncio
-import math
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,12 @@ import pytest
 
 from recipes import debate_study, sl_basic
 from recipes.common import for_model
-from recipes.debate_bases import base_name, made_bases
 from recipes.debate_keys import Setting
 from recipes.debate_results import (
     COLUMNS,
     Measured,
     Run,
     columns,
-    curve_rows,
     estimate,
     gap,
     lead,
@@ -29,7 +26,7 @@ from recipes.debate_results import (
     sentence,
     table_rows,
 )
-from recipes.debate_runs import CPU, KeptOversight, dataset_builder, run_config, spent
+from recipes.debate_runs import run_config
 from recipes.debate_study import CLIConfig
 from recipes.results import fill_page
 from tests.child import ROOT
@@ -38,7 +35,7 @@ from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.debate.judges import StepJudgeConfig, check_judge
 from tinker_cookbook.debate.oversight import OVERSIGHT_ADVANTAGE
 from tinker_cookbook.env.shipped.questions.collatz import LABELS, next_number
-from tinker_cookbook.exceptions import ConfigurationError, TrainingError
+from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.checkpoints import sampler_of
 from tinker_cookbook.utils.files import read_json_object, read_jsonl, write_json
 
@@ -228,94 +225,6 @@ def test_a_study_of_a_checkpoint_measures_that_checkpoint_first(tmp_path: Path) 
     trained, base = (asyncio.run(debate_study.measure(cli, "truth", one)) for one in (path, None))
     assert path is not None and "/sampler_weights/" in path and sampler_of(None) is None
     assert trained.tokens_per_rollout != base.tokens_per_rollout
-
-
-class TestCurves:
-    """What a run had taken, and its policy, on the way."""
-
-    ROWS: tuple[dict[str, float], ...] = (
-        {"step": 0, CPU: 5.0, "env/all/total_ac_tokens": 10, "env/all/total_ob_tokens": 30,
-         "env/all/debate/judge_checks": 0.5, "env/all/total_episodes": 4},
-        {"step": 1, "env/all/total_ac_tokens": 20, "env/all/total_ob_tokens": 50,
-         "env/all/debate/judge_checks": 1.0, "env/all/total_episodes": 4},
-        {"step": 2, CPU: 8.0, "env/all/total_ac_tokens": 40, "env/all/total_ob_tokens": 90,
-         "env/all/debate/judge_checks": 1.0, "env/all/total_episodes": 8},
-        {"step": 3, CPU: 1.5},
-    )  # fmt: skip
-
-    def test_what_was_taken_counts_the_steps_that_are_done(self) -> None:
-        half, end = (spent(self.ROWS, step, measured(0.5)) for step in (2, 3))
-        assert (half.tokens, half.read_tokens, half.checks, half.cpu_seconds) == (30, 80, 6, 3.0)
-        assert (end.tokens, end.read_tokens, end.checks) == (70, 170, 14)
-        assert end.cpu_seconds == 3.0  # another process went on: its clock began anew
-
-    def test_a_run_comes_back_from_its_file_with_its_points(self) -> None:
-        whole = replace(RUNS[0], curve=[spent(self.ROWS, 2, measured(0.5))], tokens=70)
-        assert Run.read(asdict(whole)) == whole
-        assert [point.tokens for point in whole.points] == [0, 30, 70]
-        table = curve_rows([whole])
-        assert table.groupby("step")["correct"].mean().to_dict() == {0: 0.25, 2: 0.5, 10: 0.9}
-
-    def test_questions_to_tune_by_are_neither_trained_on_nor_held_out(self) -> None:
-        cli = for_model(CLIConfig(dataset="facts"))
-        builders = [dataset_builder(cli, "direct", 0, 1, 1, kept) for kept in (0, 20)]
-        (_, train, test), (_, trained, kept) = [one.env.read(one) for one in builders]
-        assert isinstance(builders[1].env, KeptOversight)
-        names = [{item.question for item in items} for items in (train, test, trained, kept)]
-        assert (
-            len(kept) == 20 and names[2] | names[3] == names[0] and not names[2] & names[3] and not names[3] & names[1]
-        )
-        with pytest.raises(ConfigurationError, match="tune_items=500"):
-            dataset_builder(cli, "direct", 0, 1, 1, 500).env.read(builders[0])
-
-
-def test_pairs_are_judged_where_there_are_some() -> None:
-    answers = replace(
-        measured(0.5, items=3),
-        right_I_S=[[1.0, 0.0], [1.0, 1.0], [0.0, 1.0]],
-        verdicts_I_S=[[1.0, 0.0], [0.0, 0.0], [1.0, None]],
-    )
-    assert answers.rates_I(True)[:2] == [1.0, 0.0] and math.isnan(answers.rates_I(True)[2])
-    assert answers.prefers_I[0] == 1.0 and all(map(math.isnan, answers.prefers_I[1:]))
-
-
-class TestBases:
-    """Base models that the study makes."""
-
-    def cli(self, folder: Path, **keys: Any) -> CLIConfig:
-        return CLIConfig(bases_dir=str(folder), **keys)
-
-    def test_what_is_there_is_not_made_and_the_first_is_the_shipped_one(self, tmp_path: Path) -> None:
-        said: list[str] = []
-        (tmp_path / base_name(3, {})).mkdir()
-        (tmp_path / base_name(3, {}) / "config.json").write_text("{}")
-        found = asyncio.run(made_bases(self.cli(tmp_path, base_seeds=(0, 3)), 2, said.append))
-        assert found == ("tiny_debate", str(tmp_path / "tiny_debate_seed3")) and not said
-
-    def test_another_setting_is_another_model(self) -> None:
-        assert base_name(1, {"share": "0.5", "a/b": "2"}) == "tiny_debate_seed1_a-b=2_share=0.5"
-        with pytest.raises(ConfigurationError, match=r"base\.seed"):
-            CLIConfig(base_seeds=(1,), base={"seed": "2"})
-
-    def test_a_tool_that_fails_leaves_no_folder_and_says_where_its_words_are(self, tmp_path: Path) -> None:
-        said: list[str] = []
-        log = tmp_path / "old.log"
-        log.write_text("trained in 3.0 minutes, written to old")
-        cli = self.cli(tmp_path, base_seeds=(1, 2, 3), base={"share": "7"})
-        with pytest.raises(ExceptionGroup) as failed:
-            asyncio.run(made_bases(cli, 2, said.append))
-        assert failed.group_contains(TrainingError, match=r"exit code .*share=7\.log")
-        assert said == [
-            f"3 base models to make in {tmp_path} (seeds 1, 2, 3); about 0.10 hours, by those made there before"
-        ]
-        assert not (tmp_path / base_name(1, cli.base)).exists()
-
-    @pytest.mark.slow
-    def test_a_model_is_made_and_opened(self, tmp_path: Path) -> None:
-        cli = self.cli(tmp_path, base_seeds=(4,), base={"share": "0.002"}, num_test=4, samples=2)
-        (place,) = asyncio.run(made_bases(cli, 1, lambda _: None))
-        found = asyncio.run(debate_study.measure(cli.of_base(place), "direct", None))
-        assert len(found.correct_I) == 4
 
 
 class TestGoingOn:
