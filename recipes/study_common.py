@@ -41,8 +41,8 @@ LEAN_RL: Mapping[str, Value] = {
 
 
 @chz.chz(typecheck=True)
-class StudyKeys(Seeds, PageKey, FieldGroup, seeds=(0, 1, 2), processes=0):
-    """What all studies have."""
+class StudyFolder(Seeds, PageKey, FieldGroup, seeds=(0, 1, 2)):
+    """What all studies have: their folder, their form, and what is the same in every run."""
 
     DOCS = docs(seeds="a run of each setting for each of these")
 
@@ -51,7 +51,6 @@ class StudyKeys(Seeds, PageKey, FieldGroup, seeds=(0, 1, 2), processes=0):
     set: dict[str, str] = chz.field(
         default_factory=dict, doc="set.<key>=value: a key of the recipes that are run, the same in every run"
     )
-    concurrent: int = chz.field(default=1, doc="with processes=0, runs at a time", validator=chz.validators.gt(0))
     only_plan: bool = chz.field(default=False, doc="print the runs and the expected hours, and run none of them")
 
     @chz.validate
@@ -69,6 +68,13 @@ class StudyKeys(Seeds, PageKey, FieldGroup, seeds=(0, 1, 2), processes=0):
         seeds = f"seed{'s' if len(self.seeds) > 1 else ''} {', '.join(map(str, self.seeds))}"
         changed = "".join(f", {key}={value}" for key, value in self.set.items())
         return f"{'Quick' if self.quick else 'Full'} form, {seeds}{changed}"
+
+
+@chz.chz(typecheck=True)
+class StudyKeys(StudyFolder, FieldGroup, processes=0):
+    """Of studies whose runs are those of `tinker_cookbook.sweeps.study`."""
+
+    concurrent: int = chz.field(default=1, doc="with processes=0, runs at a time", validator=chz.validators.gt(0))
 
 
 @dataclass(frozen=True)
@@ -110,13 +116,9 @@ async def run_and_tell(
     Raises:
         TrainingError: runs failed; the others are in the files, unless there is none.
     """
-    folder, console = cli.folder(recipe), Console(soft_wrap=True)
-
-    def say(line: str) -> None:
-        console.print(line, markup=False, highlight=False)
-
+    folder = cli.folder(recipe)
     results = await run_study(
-        parts, folder, processes=cli.processes, concurrent=cli.concurrent, only_plan=cli.only_plan, say=say
+        parts, folder, processes=cli.processes, concurrent=cli.concurrent, only_plan=cli.only_plan, say=_say
     )
     if cli.only_plan:
         return
@@ -126,15 +128,28 @@ async def run_and_tell(
     reading = read(rows)
     runs = reduced(rows, keys, reading.measure)
     write_parquet(folder, rows, runs)
-    tables, words = reading.tell(runs)
+    failed = rows.groupby(["part", "run"]).ngroups - len(runs)
+    finish(cli, folder, recipe, *reading.tell(runs), failed)
+
+
+def _say(line: str) -> None:
+    Console(soft_wrap=True).print(line, markup=False, highlight=False)
+
+
+def finish(
+    cli: StudyFolder, folder: Path, name: str, tables: Sequence[Section], words: Sequence[str], failed: int
+) -> None:
+    """Write the tables and sentences to a Markdown file and the page, and print them. Raises TrainingError if runs
+    failed.
+    """
     text = "\n\n".join([*(table.markdown() for table in tables), *words])
-    write_text(folder / f"{recipe}.md", f"{text}\n")
+    write_text(folder / f"{name}.md", f"{text}\n")
     cli.write_page(text)
     for table in tables:
         print_table(table.title, table.columns, table.rows)
     for line in (*words, f"Files: {folder}"):
-        say(line)
-    if (failed := rows.groupby(["part", "run"]).ngroups - len(runs)) > 0:
+        _say(line)
+    if failed:
         raise TrainingError(f"{failed} runs failed and are not in the tables; the same command tries them again")
 
 

@@ -264,7 +264,9 @@ def test_each_judge_of_a_step_with_each_signal(protocol: str, judge: str, monkey
 
     group = asyncio.run(play_one())
     signal = SIGNALS[protocol]
-    turns = [3, 3, 3, 2] if protocol == "bisection" else [2 if signal.protocol in SPOKEN else 1] * 4
+    turns = [1 + signal.rounds if signal.protocol in SPOKEN else 1] * 4
+    if protocol == "bisection":
+        turns = [3, 3, 3, 2]
     assert [len(trajectory.transitions) for trajectory in group.trajectories_G] == turns
     accepted = [record.content["accepted"] for record in group.records]
     if env.num_speakers == 1:  # else a member also needs the verdict on the answer that it objects to
