@@ -182,7 +182,7 @@ class OversightProtocol(DebateProtocol):
         return verdict
 
     def _named(self, transcript: Transcript, seat: Seat, steps: Sequence[Step]) -> Step | None:
-        """The step of the seat's answer that was named last, by who speaks about it; a rebuttal without one leaves the objection."""
+        """The step of the seat's answer that was named last, by who speaks about it; a rebuttal may name none."""
         speaker = seat.opponent if transcript.objects else seat
         if isinstance(transcript, Dispute):
             return transcript.narrowed(speaker).named
