@@ -32,6 +32,7 @@ from benchmarks.gpu.scale import SCALES, Scale
 from benchmarks.gpu.stand_ins import stand_ins
 from benchmarks.gpu.visit import SECTIONS, Section, Visit
 from benchmarks.gpu.visit_report import VisitReport
+from tinker_cookbook.utils.fields import positive_or_none
 from tinker_local_backend.command import check_command
 from tinker_local_backend.errors import LocalBackendError
 
@@ -40,12 +41,18 @@ SHARE_BEFORE_KILL = 0.85
 """of its time after which a section begins nothing new; at the end of it the process is killed"""
 
 
+SECONDS = {"cuda": 600.0, "cpu": 3600.0}
+
+
 @chz.chz(typecheck=True)
 class Config:
     """Keys of `python -m benchmarks.gpu`."""
 
-    seconds: float = chz.field(
-        default=600.0, doc="time for everything; sections share it by their worth", validator=chz.validators.gt(0)
+    seconds: float | None = chz.field(
+        default=None,
+        doc="time for everything; sections share it by their worth. Default: 600 on a GPU; 3600 elsewhere, of which a quiet core "
+        "needs a quarter",
+        validator=positive_or_none,
     )
     device: Literal["auto", "cuda", "cpu"] = chz.field(default="auto", doc="auto: cuda when torch sees one, else cpu")
     scale: Literal["auto", "full", "tiny"] = chz.field(
@@ -71,7 +78,7 @@ def main(config: Config) -> int:
     scale = SCALES[config.scale if config.scale != "auto" else ("full" if device == "cuda" else "tiny")]
     os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
     report = VisitReport.start(device, scale.name, config.threads, sections, config.output)
-    deadline = time.monotonic() + config.seconds
+    deadline = time.monotonic() + (config.seconds or SECONDS[device])
     for i, section in enumerate(sections):
         left = deadline - time.monotonic()
         limit = left * section.share / sum(other.share for other in sections[i:])
