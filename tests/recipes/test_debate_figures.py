@@ -12,6 +12,7 @@ import pandas
 import pytest
 
 from recipes import debate_cells, debate_figures, debate_kinds, debate_persuasion
+from recipes.debate_bases import base_name
 from recipes.debate_cells import Cell, at_budget, least, planned
 from recipes.debate_figures import FIGURES, CLIConfig
 from recipes.debate_keys import StudyConfig
@@ -53,6 +54,16 @@ class TestCells:
         assert [config.base_models for config in configs.values()] == [("ours",), ("a/long",)]
         with pytest.raises(ConfigurationError, match="refuses these keys"):
             asyncio.run(planned(cli, tmp_path, [Cell({"world": "x"}, ("no_such_key=1",))], {}))
+
+    def test_a_world_s_base_models_are_made_where_the_figure_s_are(self, tmp_path: Path) -> None:
+        """Of a length of their own, say; this one is there already."""
+        place = tmp_path / "kept" / base_name(0, {"share": "0.5"})
+        place.mkdir(parents=True)
+        (place / "config.json").write_text("{}")
+        cli = CLIConfig(figure="phase", bases_dir=str(tmp_path / "kept"))
+        long = Cell({"world": "long"}, ("base_seeds=0", "base.share=0.5"))
+        (config,) = asyncio.run(planned(cli, tmp_path, [long], {})).configs.values()
+        assert config.base_models == (str(place),) and config.base_seeds == ()
 
     def test_between_two_points_a_policy_is_on_the_line(self) -> None:
         one = run("debate", 0.8, tokens=100, read=300, checks=10)
