@@ -142,7 +142,7 @@ class TestControls:
         assert rewards(group) == [[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]
         assert "b is wrong." in decode(RENDERER, policy.heard[0][2])
         assert WRONG not in decode(RENDERER, policy.heard[0][2]).partition("a is wrong.")[2]
-        assert "debate/tokens_speech" in group.trajectories_G[0].transitions[2].metrics
+        assert "debate/tokens_rebuttal" in group.trajectories_G[0].transitions[2].metrics
         turns = [[RIGHT, "c is wrong.", "Nothing more."], [WRONG, "b is wrong.", "d is wrong."]]
         group, _ = play("debate_rebuttal", turns)
         assert rewards(group)[0] == [1.0, 1.0, 1.0], "the objection stands"

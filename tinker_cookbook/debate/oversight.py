@@ -103,7 +103,7 @@ class OversightProtocol(DebateProtocol):
 
     @property
     def turn_names(self) -> Sequence[str]:
-        return ("answer", *["speech"] * self.signal.rounds)
+        return ("answer", "speech", "rebuttal")
 
     async def decide(self, transcripts: Sequence[Transcript], policy: TokenCompleter | None) -> None:
         held = [(transcript, seat) for transcript in transcripts if transcript.was_held for seat in transcript.speakers]
