@@ -108,12 +108,25 @@ class TestFigures:
             ((), 0.0, (0,), 12_000), ((), 0.2, (0,), 12_000), (("a/long",), 0.0, (0,), 12_000), (("a/long",), 0.2, (0,), 12_000)
         ]  # fmt: skip
         # Of two wrong answers one is rejected before training.
-        assert [row[:3] for row in rows][:2] == [["12", "0.50 [0.00, 1.00]", "0"], ["12", "0.50 [0.00, 1.00]", "0.2"]]
-        assert [row[-1][:4] for row in rows] == ["0.40", "0.20", "0.40", "0.20"]
+        assert [row[:4] for row in rows][:2] == [
+            ["12", "debate", "0", "0.50 [0.00, 1.00]"], ["12", "debate", "0.2", "0.50 [0.00, 1.00]"]
+        ]  # fmt: skip
+        assert [row[-2][:4] for row in rows] == ["0.40", "0.20", "0.40", "0.20"]
+        assert [row[-1][:5] for row in rows] == ["-0.40", "-0.20", "-0.40", "-0.20"]
         said = capsys.readouterr().out
         assert "8 runs in" in said and "Expected: 8 runs to go" in said
         table = pandas.read_parquet(tmp_path / "rows.parquet")
         assert set(table["world"]) == {"12", "24"} and set(table["error"]) == {0.0, 0.2}
+
+    def test_other_signals_are_compared_with_direct_judging_too(self, figure: Any) -> None:
+        def of_cell(config: StudyConfig, protocol: str) -> Run:
+            return run(protocol, {"debate": 0.9, "debate_unpaid": 0.7, "direct": 0.5}[protocol])
+
+        _, rows, _ = figure("phase", of_cell, errors=(0.1,), protocols=("debate", "debate_unpaid"))
+        assert [(row[1], row[3], row[-2][:4]) for row in rows] == [
+            ("debate", "", "0.40"),
+            ("debate_unpaid", "", "0.20"),
+        ]
 
     def test_bias(self, figure: Any) -> None:
         def of_cell(config: StudyConfig, protocol: str) -> Run:
@@ -164,7 +177,7 @@ class TestFigures:
     @pytest.mark.parametrize(
         ("keys", "named"),
         [({"figure": "bias", "biases": ("age",)}, "biases=age"), ({"figure": "phase", "errors": (1.0,)}, "errors"),
-         ({"figure": "phase", "protocols": ("debate",)}, "figure=phase has signals of its own"),
+         ({"figure": "kenton", "protocols": ("debate",)}, "figure=kenton has signals of its own"),
          ({"figure": "persuasiveness", "best_of": (2, 4)}, "best_of"),
          ({"figure": "persuasiveness", "best_of": (1, 3, 4)}, "must divide")],
     )  # fmt: skip
