@@ -308,6 +308,7 @@ NOT_SMOKED = {
     "recipes.verifiers_rl": "needs the package verifiers; `make test-verifiers` runs it",
     "recipes.staleness_study": "makes dozens of runs; tests/recipes/test_studies.py makes two",
     "recipes.rank_study": "makes dozens of runs; tests/recipes/test_studies.py makes a few",
+    "recipes.debate_figures": "makes up to a hundred runs; tests/recipes/test_debate_figures.py makes the small parts",
     "recipes.replay": "takes the folder of a run; tests/recipes/test_debate_tools.py runs it",
     "recipes.debate_rejudge": "takes the folder of a run; tests/recipes/test_debate_tools.py runs it",
     "recipes.debate_pairs": "takes the folder of a run; tests/recipes/test_debate_tools.py runs it",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from tinker_cookbook.debate.signals import SIGNALS
 from tinker_cookbook.report.tables import markdown_table
@@ -13,6 +15,8 @@ from tinker_cookbook.utils.intervals import DIFFERENCE_OF_RATES, RATE, Estimate,
 from tinker_cookbook.utils.lazy import pandas
 
 BEFORE = "before"
+VALUES = ("correct", "accepted", "judge_right")
+"""Of each item, in the raw rows."""
 REACHES_TRUTH = ("truth",)
 """Signals that use the truth: nothing is said to beat them."""
 
@@ -34,6 +38,45 @@ class Measured:
     """names of the items; empty in a study of before they were kept"""
     parts_I: list[str] = field(default_factory=list[str])
     """of the test set, `part:cluster` or `part`; items of one cluster count together in intervals"""
+    right_I_S: list[list[float]] = field(default_factory=list[list[float]])
+    """whether each answer is right; empty in a study of before they were kept"""
+    verdicts_I_S: list[list[float | None]] = field(default_factory=list[list[float | None]])
+    """whether the judge accepts it; None without a verdict"""
+
+    def rates_I(self, right: bool) -> list[float]:
+        """Share of the right (wrong) answers to each item that the judge accepts; NaN without any."""
+        found: list[float] = []
+        for of_item, verdicts in zip(self.right_I_S, self.verdicts_I_S, strict=True):
+            kept = [v for one, v in zip(of_item, verdicts, strict=True) if v is not None and bool(one) == right]
+            found.append(fmean(kept) if kept else math.nan)
+        return found
+
+    @property
+    def prefers_I(self) -> list[float]:
+        """How often the judge prefers the right of a right and a wrong answer to each item, equal verdicts half; NaN for an
+        item without such a pair. It is the judge's accuracy on answers that are half right and half wrong.
+        """
+        right_I, wrong_I = self.rates_I(True), self.rates_I(False)
+        return [0.5 + (right - wrong) / 2 for right, wrong in zip(right_I, wrong_I, strict=True)]
+
+    @property
+    def gap_I(self) -> list[float]:
+        """How much more of the answers to each item the judge accepts than are right."""
+        return [a - c for a, c in zip(self.accepted_I, self.correct_I, strict=True)]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A run on its way."""
+
+    step: int
+    tokens: int
+    """sampled so far"""
+    read_tokens: int
+    checks: int
+    cpu_seconds: float
+    after: Measured
+    """its policy then"""
 
 
 @dataclass(frozen=True)
@@ -55,7 +98,27 @@ class Run:
     checks: int = 0
     """steps that the judge checked in training"""
     cpu_seconds: float = 0.0
-    """of its process, training and measuring"""
+    """of its process in training"""
+    curve: list[Point] = field(default_factory=list[Point])
+    """the points before the last step at which it was measured"""
+    learning_rate: float = 0.0
+    """that was tuned; 0: the study's"""
+    group_size: int = 0
+    """rollouts per question that were tuned; 0: the study's"""
+
+    @classmethod
+    def read(cls, saved: dict[str, Any]) -> Run:
+        """From the JSON of `asdict`; fields that older code did not write get their defaults."""
+        curve = [Point(**{**point, "after": Measured(**point["after"])}) for point in saved.get("curve", [])]
+        measured = {name: Measured(**saved[name]) for name in ("before", "after")}
+        return cls(**{**saved, **measured, "curve": curve})
+
+    @property
+    def points(self) -> list[Point]:
+        """Before training, on the way, and after it."""
+        first = Point(0, 0, 0, 0, 0.0, self.before)
+        last = Point(self.steps, self.tokens, self.read_tokens, self.checks, self.cpu_seconds, self.after)
+        return [first, *self.curve, last]
 
 
 def by_base(runs: Sequence[Run]) -> list[list[Run]]:
@@ -79,38 +142,55 @@ def parts(runs: Sequence[Run]) -> list[str]:
 def estimate_of(values_B_R_I: list[list[list[float]]], parts_I: Sequence[str], low: float, high: float) -> Estimate:
     """Over base models, runs and items; over runs and items where there is one base model and no cluster."""
     clustered = any(":" in part for part in parts_I)
-    if len(values_B_R_I) == 1 and not clustered:
+    complete = not any(math.isnan(value) for values in values_B_R_I[0] for value in values)
+    if len(values_B_R_I) == 1 and not clustered and complete:
         return bootstrap_mean(values_B_R_I[0])
     clusters = [part if ":" in part else i for i, part in enumerate(parts_I)] if clustered else None
     return nested_mean(values_B_R_I, clusters, low, high)
 
 
+def over(
+    runs: Sequence[Run],
+    values: Callable[[Run], Sequence[float]],
+    bounds: tuple[float, float] = RATE,
+    part: str | None = None,
+) -> Estimate:
+    """Of values per item of each run, over base models, runs and the items of a part (None: of all)."""
+    kept = _items(runs, part)
+    nested = [[[of_run[i] for i in kept] for of_run in map(values, of_base)] for of_base in by_base(runs)]
+    return estimate_of(nested, _parts_of(runs, kept), *bounds)
+
+
 def estimate(runs: Sequence[Run], values: str, part: str | None = None) -> Estimate:
     """Of a list of `Measured` after training, over base models, runs and the items of a part (None: of all)."""
-    kept = _items(runs, part)
-    nested = [[[getattr(run.after, values)[i] for i in kept] for run in of_base] for of_base in by_base(runs)]
-    return estimate_of(nested, _parts_of(runs, kept), *RATE)
+    return over(runs, lambda run: getattr(run.after, values), part=part)
 
 
 def gap(runs: Sequence[Run]) -> Estimate:
     """How much more of the trained policy's answers the judge accepts than are right."""
-    nested = [
-        [[a - c for a, c in zip(run.after.accepted_I, run.after.correct_I, strict=True)] for run in of_base]
-        for of_base in by_base(runs)
-    ]
-    return estimate_of(nested, _parts_of(runs, _items(runs, None)), *DIFFERENCE_OF_RATES)
+    return over(runs, lambda run: run.after.gap_I, DIFFERENCE_OF_RATES)
 
 
 def lead(runs: Sequence[Run], others: Sequence[Run], part: str | None = None) -> Estimate:
     """Accuracy of one protocol's policies minus another's, on the same items, over the base models and seeds that both have."""
     other = {(run.base, run.seed): run.after.correct_I for run in others}
     both = [run for run in runs if (run.base, run.seed) in other]
-    kept = _items(both, part)
-    nested = [
-        [[run.after.correct_I[i] - other[run.base, run.seed][i] for i in kept] for run in of_base]
-        for of_base in by_base(both)
-    ]
-    return estimate_of(nested, _parts_of(both, kept), *DIFFERENCE_OF_RATES)
+
+    def ahead(run: Run) -> list[float]:
+        return [mine - theirs for mine, theirs in zip(run.after.correct_I, other[run.base, run.seed], strict=True)]
+
+    return over(both, ahead, DIFFERENCE_OF_RATES, part)
+
+
+def prefers(of_bases: Sequence[Run]) -> Estimate | None:
+    """How often the judge prefers the right of two answers before training, over base models (a run of each) and the items with
+    such a pair; None without any.
+    """
+    if of_bases[0].before.right_I_S:
+        found = over(of_bases, lambda run: run.before.prefers_I)
+        return None if math.isnan(found.mean) else found
+    pairs = [pair for run in of_bases for pair in run.before.pairs_I]
+    return bootstrap_mean([pairs]) if pairs else None
 
 
 def _items(runs: Sequence[Run], part: str | None) -> list[int]:
@@ -138,12 +218,18 @@ COLUMNS = (
     "judge right, after",
     "hacking gap",
 )
+TUNED = ("learning rate", "group size")
 SHOWN = ("signal", "prefers the right one", "policy right", "debate minus this", "hacking gap")
 
 
 def columns(runs: Sequence[Run]) -> list[str]:
     """Those of the table: with what is right in each part of the test set, and the difference there."""
-    return [*COLUMNS, *(name for part in parts(runs) for name in (f"right, {part}", f"debate minus this, {part}"))]
+    of_parts = [name for part in parts(runs) for name in (f"right, {part}", f"debate minus this, {part}")]
+    return [*COLUMNS, *of_parts, *(TUNED if _is_tuned(runs) else ())]
+
+
+def _is_tuned(runs: Sequence[Run]) -> bool:
+    return any(run.learning_rate for run in runs)
 
 
 def table_rows(runs: Sequence[Run]) -> list[list[str]]:
@@ -153,10 +239,9 @@ def table_rows(runs: Sequence[Run]) -> list[list[str]]:
     first, debate = next(iter(by_protocol.values())), by_protocol.get("debate")
     rows = [_row_before(first)]
     for protocol, of_protocol in by_protocol.items():
-        pairs = [pair for of_base in by_base(of_protocol) for pair in of_base[0].before.pairs_I]
+        one_each = [of_base[0] for of_base in by_base(of_protocol)]
+        preferred = prefers(one_each)
         rival = of_protocol if debate and protocol != "debate" else None
-        judged = [[of_base[0].before.judge_right_I] for of_base in by_base(of_protocol)]
-        kept = _parts_of(of_protocol, _items(of_protocol, None))
         row = [
             protocol,
             f"{fmean(run.steps for run in of_protocol):.0f}",
@@ -164,8 +249,8 @@ def table_rows(runs: Sequence[Run]) -> list[list[str]]:
             f"{fmean(run.tokens + run.read_tokens for run in of_protocol):.0f}",
             f"{fmean(run.checks for run in of_protocol):.0f}",
             f"{fmean(run.cpu_seconds for run in of_protocol):.0f}",
-            str(estimate_of(judged, kept, *RATE)),
-            str(bootstrap_mean([pairs])) if pairs else "",
+            str(over(one_each, lambda run: run.before.judge_right_I)),
+            str(preferred or ""),
             str(estimate(of_protocol, "correct_I")),
             str(lead(debate, rival)) if debate and rival else "",
             str(estimate(of_protocol, "judge_right_I")),
@@ -176,6 +261,8 @@ def table_rows(runs: Sequence[Run]) -> list[list[str]]:
                 str(estimate(of_protocol, "correct_I", part)),
                 str(lead(debate, rival, part)) if debate and rival else "",
             ]
+        if _is_tuned(runs):
+            row += [f"{of_protocol[0].learning_rate:g}", str(of_protocol[0].group_size)]
         rows.append(row)
     return rows
 
@@ -183,13 +270,13 @@ def table_rows(runs: Sequence[Run]) -> list[list[str]]:
 def _row_before(runs: Sequence[Run]) -> list[str]:
     """Of the base models."""
 
+    one_each = [of_base[0] for of_base in by_base(runs)]
+
     def right(part: str | None) -> str:
-        kept = _items(runs, part)
-        nested = [[[of_base[0].before.correct_I[i] for i in kept]] for of_base in by_base(runs)]
-        return str(estimate_of(nested, _parts_of(runs, kept), *RATE))
+        return str(over(one_each, lambda run: run.before.correct_I, part=part))
 
     row = [BEFORE, *["0"] * 5, "", "", right(None), "", "", ""]
-    return [*row, *(cell for part in parts(runs) for cell in (right(part), ""))]
+    return [*row, *(cell for part in parts(runs) for cell in (right(part), "")), *([""] * 2 if _is_tuned(runs) else ())]
 
 
 def rivals(runs: Sequence[Run]) -> dict[str, list[Run]]:
@@ -228,22 +315,37 @@ def raw_rows(runs: Sequence[Run]) -> pandas.DataFrame:
     """A row for each run and held-out item."""
     rows: list[dict[str, object]] = []
     for run in runs:
-        of_run = {
-            "base": run.base,
-            "protocol": run.protocol,
-            "seed": run.seed,
-            "steps": run.steps,
-            "tokens": run.tokens,
-        }
-        of_run |= {"read_tokens": run.read_tokens, "checks": run.checks, "cpu_seconds": run.cpu_seconds}
-        for i in range(len(run.after.correct_I)):
-            row: dict[str, object] = {**of_run, "item": run.after.items_I[i] if run.after.items_I else str(i)}
-            row["part"] = run.after.parts_I[i] if run.after.parts_I else ""
+        of_run = {**_of_run(run), "tokens": run.tokens, "read_tokens": run.read_tokens, "checks": run.checks}
+        of_run |= {"cpu_seconds": run.cpu_seconds}
+        for i, item in enumerate(_named_items(run.after)):
+            row = {**of_run, **item}
             for when, measured in (("before", run.before), ("after", run.after)):
-                for name in ("correct", "accepted", "judge_right"):
-                    row[f"{name}_{when}"] = getattr(measured, f"{name}_I")[i]
+                row |= {f"{name}_{when}": getattr(measured, f"{name}_I")[i] for name in VALUES}
             rows.append(row)
     return pandas.DataFrame(rows)
+
+
+def curve_rows(runs: Sequence[Run]) -> pandas.DataFrame:
+    """A row for each run, point at which it was measured (`step` 0: before training) and held-out item."""
+    rows: list[dict[str, object]] = []
+    for run in runs:
+        for point in run.points:
+            spent = {name: getattr(point, name) for name in ("step", "tokens", "read_tokens", "checks", "cpu_seconds")}
+            for i, item in enumerate(_named_items(point.after)):
+                values = {name: getattr(point.after, f"{name}_I")[i] for name in VALUES}
+                rows.append({**_of_run(run), **spent, **item, **values})
+    return pandas.DataFrame(rows)
+
+
+def _of_run(run: Run) -> dict[str, object]:
+    named = {"base": run.base, "protocol": run.protocol, "seed": run.seed, "steps": run.steps}
+    return {**named, "learning_rate": run.learning_rate, "group_size": run.group_size}
+
+
+def _named_items(measured: Measured) -> list[dict[str, object]]:
+    count = len(measured.correct_I)
+    names, parts = measured.items_I or list(map(str, range(count))), measured.parts_I or [""] * count
+    return [{"item": name, "part": part} for name, part in zip(names, parts, strict=True)]
 
 
 def label_of(base: str) -> str:

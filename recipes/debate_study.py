@@ -10,7 +10,10 @@ held-out items; 95 % intervals come from a bootstrap over seeds and items.
     python -m recipes.debate_study seeds=0                # what `make demo` runs
     python -m recipes.debate_study log_path=study behavior_if_log_dir_exists=resume seeds=0,1,2,3,4    # more seeds of a study
     python -m recipes.debate_study dataset=facts          # some planted facts occur in no training question
-    python -m recipes.debate_study base_models=a,b,c      # folders of base models: intervals over those too
+    python -m recipes.debate_study base_seeds=0,1,2,3,4,5 # six base models, made where they are missing: intervals over those too
+    python -m recipes.debate_study base_models=a,b,c      # the same of folders that exist
+    python -m recipes.debate_study tune=true              # each signal with the best of six learning rates and group sizes
+    python -m recipes.debate_study curves=4               # curves.parquet: four points of each run, with what it took until there
     python -m recipes.debate_study protocols=debate,debate_random_step,debate_unpaid,format    # what a debate owes to its parts
 """
 
@@ -25,43 +28,34 @@ from typing import Any
 import chz
 from rich.console import Console
 
-from recipes.common import RL_RATES, for_model, open_log_path, tiny_debate
-from recipes.debate_results import SHOWN, Measured, Run, columns, label_of, markdown, raw_rows, sentence, table_rows
-from recipes.results import PageKey, Seeds
-from recipes.rl_common import TaskConfig, algorithm, check_groups
-from tinker_cookbook.backends import closing_clients
+from recipes.common import open_log_path
+from recipes.debate_bases import made_bases
+from recipes.debate_keys import Setting, StudyConfig
+from recipes.debate_results import (
+    SHOWN,
+    Run,
+    columns,
+    curve_rows,
+    label_of,
+    markdown,
+    raw_rows,
+    sentence,
+    table_rows,
+)
+from recipes.debate_runs import RECIPE, measure, run_process
 from tinker_cookbook.cli_utils import run_recipe
-from tinker_cookbook.completers import TinkerTokenCompleter
-from tinker_cookbook.debate.dataset import Oversight
-from tinker_cookbook.debate.env import DebateGroupBuilder
-from tinker_cookbook.debate.judges import StepJudged
-from tinker_cookbook.debate.oversight import OVERSIGHT_ADVANTAGE
-from tinker_cookbook.debate.protocols import OVERSIGHT
-from tinker_cookbook.debate.signals import SIGNALS
-from tinker_cookbook.env.dataset import DatasetBuilder
-from tinker_cookbook.exceptions import CheckpointError, ConfigurationError, TrainingError
-from tinker_cookbook.models import info as model_info
+from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.report.tables import print_table
-from tinker_cookbook.rl import train
-from tinker_cookbook.rl.rollouts import do_batch_rollout, finished_groups
-from tinker_cookbook.runs.checkpoints import get_last_checkpoint, sampler_of
+from tinker_cookbook.runs.checkpoints import sampler_of
 from tinker_cookbook.runs.metadata import changed_keys
 from tinker_cookbook.stores.folder import one_writer, open_folder
 from tinker_cookbook.stores.training_store import CONFIG_BASE_NAME
-from tinker_cookbook.utils.fields import docs
-from tinker_cookbook.utils.files import flatten, read_json_object, read_jsonl, to_jsonable, write_json, write_text
-from tinker_cookbook.utils.interrupts import interruptible
-from tinker_cookbook.utils.processes import processes
-from tinker_cookbook.utils.run_logs import label
+from tinker_cookbook.sweeps.points import gather_keys
+from tinker_cookbook.utils.files import flatten, read_json_object, to_jsonable, write_json, write_text
+from tinker_cookbook.utils.processes import Start, processes
 from tinker_cookbook.utils.secrets import redact
-from tinker_cookbook.utils.seeds import derive_seed
-from tinker_cookbook.weights_config import WeightsConfig
 
-RECIPE = "debate_study"
-RATES = RL_RATES._replace(tiny=2e-3)
-RESULTS, ROWS = "study.json", "study.parquet"
-QUICK_TOKENS = 12_000
-"""Sampled tokens of each run of the quick form."""
+RESULTS, ROWS, CURVES, TUNED = "study.json", "study.parquet", "curves.parquet", "tune.json"
 TRAINING_FACTOR = 5
 """How much longer a token takes in training than in measuring, roughly: it is also trained on."""
 RESTS_ON = (
@@ -71,6 +65,9 @@ RESTS_ON = (
 FREE = (
     "seeds",
     "base_models",
+    "base_seeds",
+    "base",
+    "bases_dir",
     "protocols",
     "processes",
     "page",
@@ -84,185 +81,27 @@ FREE = (
 
 Place = tuple[str, str, int]
 """Base model, protocol and seed of a run."""
+Trial = tuple[str, Setting]
+"""Protocol and setting of a run that tunes."""
 
 
 @chz.chz(typecheck=True)
-class StudyKeys:
-    """What is compared."""
-
-    protocols: tuple[str, ...] = chz.field(default=OVERSIGHT, doc=f"which to compare: {', '.join(SIGNALS)}")
-    base_models: tuple[str, ...] = chz.field(
-        default=(), doc="folders or ids of base models, each studied with every protocol and seed; default: model_name"
-    )
-    quick: bool = chz.field(
-        default=False, doc=f"the first seed alone and {QUICK_TOKENS:,} tokens: some minutes on two idle cores"
-    )
-    tokens: int = chz.field(default=24_000, doc="sampled tokens of each run", validator=chz.validators.gt(0))
-
-
-@chz.chz(typecheck=True)
-class CLIConfig(
-    StepJudged,
-    Seeds,
-    PageKey,
-    StudyKeys,
-    TaskConfig,
-    rates=RATES,
-    model_name=tiny_debate,
-    task="collatz",
-    write_records=False,
-    num_groups_to_log=0,
-    seeds=(0, 1, 2),
-    processes=2,
-):
+class CLIConfig(StudyConfig):
     """Keys of `python -m recipes.debate_study`. `seed` is for the measurements, `seeds` are for the runs."""
-
-    DOCS = docs(seeds="a run of each protocol for each of these", processes="runs at a time, each on a core of its own")
-
-    batch_tokens: int | None = chz.field(
-        default=2000,
-        doc="sampled tokens of each update, so that all protocols make as many updates; None: num_groups questions in each, "
-        "and more updates where a rollout takes fewer tokens",
-    )
-    samples: int = chz.field(default=4, doc="answers to each held-out item; even", validator=chz.validators.gt(0))
-
-    @chz.validate
-    def _check_study(self) -> None:
-        if unknown := set(self.protocols) - set(SIGNALS):
-            raise ConfigurationError(f"protocols={','.join(sorted(unknown))} is unknown; use {', '.join(SIGNALS)}")
-        if len({label_of(base) for base in self.base_models}) < len(self.base_models):
-            raise ConfigurationError(
-                f"base_models={','.join(self.base_models)}: two have one name; their runs need different folders"
-            )
-        if not self.seeds or not self.protocols:
-            raise ConfigurationError("seeds and protocols must name at least one each")
-        if self.processes < 1:
-            raise ConfigurationError(f"processes={self.processes}: must be greater than 0")
-        if self.samples % 2:
-            raise ConfigurationError(f"samples={self.samples} is odd, but a debate takes two answers; make it even")
-        if self.batch_tokens is not None and self.batch_tokens < 1:
-            raise ConfigurationError(f"batch_tokens={self.batch_tokens}: must be at least 1, or None")
-
-    def of_base(self, base: str) -> "CLIConfig":
-        """The keys of a base model's runs; "": of `model_name`."""
-        return for_model(chz.replace(self, model_name=base) if base else self)
-
-    def settled(self) -> "CLIConfig":
-        """With what `quick` means."""
-        quick = {"seeds": self.seeds[:1], "tokens": min(self.tokens, QUICK_TOKENS)}
-        return chz.replace(self, **quick) if self.quick else self
-
-
-def group_size(cli: CLIConfig) -> int:
-    """Rollouts per question."""
-    return check_groups(cli.num_rollouts, cli.num_groups, multiple=2)
-
-
-def dataset_builder(cli: CLIConfig, protocol: str, seed: int, groups: int, steps: int) -> DatasetBuilder:
-    env = oversight(cli, protocol)
-    sizes = {"groups_per_batch": groups, "group_size": group_size(cli), "num_batches": steps}
-    return cli.fill(DatasetBuilder, env=env, seed=seed, num_test=cli.num_test, **sizes)
-
-
-def oversight(cli: CLIConfig, protocol: str) -> Oversight:
-    return cli.fill(
-        Oversight,
-        protocol=protocol,
-        step_judge=cli.step_judge.with_weights(
-            cli.fill(WeightsConfig, base_model=cli.model_name, load_checkpoint_path=None)
-        ),
-        context_window=model_info.get_context_length(cli.model_name),
-    )
-
-
-def run_config(cli: CLIConfig, folder: Path, protocol: str, seed: int, groups: int, steps: int) -> train.Config:
-    """The training run of one protocol and seed."""
-    return cli.fill(
-        train.Config,
-        recipe_name=RECIPE,
-        log_path=str(folder / f"{protocol}_seed{seed}"),
-        seed=seed,
-        dataset_builder=dataset_builder(cli, protocol, seed, groups, steps),
-        **algorithm(cli, OVERSIGHT_ADVANTAGE),
-        on_zero_advantages="skip",
-        evaluator_builders=[],
-        eval_every=0,
-        save_every=0,
-        max_steps=steps,
-    )
-
-
-async def measure(cli: CLIConfig, protocol: str, checkpoint: str | None) -> Measured:
-    """Answers to the held-out items under the protocol, from the base model or a checkpoint. All use the same random
-    numbers.
-    """
-    weights = cli.fill(WeightsConfig, base_model=cli.model_name, load_checkpoint_path=checkpoint)
-    client = await weights.open("the measured policy")
-    env, builder = oversight(cli, protocol), dataset_builder(cli, protocol, cli.seed, 1, 1)
-    task, _, test = env.read(builder)
-    made = await env.make_protocol(task, builder.renderer(), cli.seed)
-    assert cli.max_tokens is not None
-    policy = TinkerTokenCompleter(client, cli.max_tokens, cli.temperature, seed=derive_seed(cli.seed, "study"))
-    debates = cli.samples // env.num_speakers
-    groups = [DebateGroupBuilder(made, item, debates, (0, i), policy) for i, item in enumerate(test[: cli.num_test])]
-    played = finished_groups(await do_batch_rollout(groups, policy))
-    rows_I = [
-        [metrics | group.trajectories_G[i].transitions[0].metrics for i, metrics in enumerate(group.metrics_G)]
-        for group in played
-    ]
-    rollouts = [trajectory for group in played for trajectory in group.trajectories_G]
-    return Measured(
-        correct_I=[fmean(row["correct"] for row in rows) for rows in rows_I],
-        accepted_I=[_mean(rows, "debate/accepted") for rows in rows_I],
-        judge_right_I=[_mean(rows, "debate/judge_accuracy") for rows in rows_I],
-        pairs_I=[row["debate/pair_accuracy"] for rows in rows_I for row in rows if "debate/pair_accuracy" in row],
-        tokens_per_rollout=fmean(trajectory.num_action_tokens for trajectory in rollouts),
-        items_I=[item.id for item in test[: cli.num_test]],
-        parts_I=[item.part for item in test[: cli.num_test]],
-    )
-
-
-def _mean(rows: Sequence[Mapping[str, float]], key: str) -> float:
-    """The mean over answers with a verdict; 0 without any."""
-    values = [row[key] for row in rows if key in row]
-    return fmean(values) if values else 0.0
-
-
-async def run_one(cli: CLIConfig, folder: Path, base: str, protocol: str, seed: int, before: Measured) -> Run:
-    """Train for as many whole updates as the tokens allow, estimated from the rollout length before training; then
-    measure.
-    """
-    per_question = before.tokens_per_rollout * group_size(cli)
-    groups = cli.num_groups if cli.batch_tokens is None else max(1, round(cli.batch_tokens / per_question))
-    steps = max(1, round(cli.tokens / (per_question * groups)))
-    config = run_config(cli, folder / label_of(base), protocol, seed, groups, steps)
-    started, computing = time.perf_counter(), time.process_time()
-    await train.main(config)
-    record = get_last_checkpoint(config.log_path, "sampler_path")
-    if record is None:
-        raise CheckpointError(f"{config.log_path} holds no checkpoint to measure; delete the folder and start over")
-    after = await measure(cli, protocol, record.sampler_path)
-    rows = read_jsonl(Path(config.log_path) / "metrics.jsonl")
-    sampled, read = (sum(int(row.get(f"env/all/total_{of}_tokens", 0)) for row in rows) for of in ("ac", "ob"))
-    checks = sum(
-        row.get("env/all/debate/judge_checks", 0.0) * row["env/all/total_episodes"] for row in rows if _played(row)
-    )
-    seconds, computed = time.perf_counter() - started, time.process_time() - computing
-    return Run(protocol, seed, steps, sampled, seconds, before, after, base, read, round(checks), computed)
-
-
-def _played(row: Mapping[str, Any]) -> bool:
-    return "env/all/total_episodes" in row
 
 
 def write_results(folder: Path, runs: Sequence[Run]) -> None:
-    """study.json with every number, study.parquet with a row for each run and item, study.md with the table."""
+    """study.json with every number, study.parquet with a row for each run and item, curves.parquet with one for each point of a
+    run too if there are some, study.md with the table.
+    """
     write_json(folder / RESULTS, {"runs": [asdict(run) for run in runs]})
     raw_rows(runs).to_parquet(folder / ROWS, index=False)
+    if any(run.curve for run in runs):
+        curve_rows(runs).to_parquet(folder / CURVES, index=False)
     write_text(folder / "study.md", f"{markdown(runs)}\n")
 
 
-def earlier_runs(folder: Path, cli: CLIConfig) -> dict[Place, Run]:
+def earlier_runs(folder: Path, cli: StudyConfig) -> dict[Place, Run]:
     """The results of a resumed study so far, by base model, protocol and seed; its config is stored for the next time.
 
     Raises ConfigurationError if its settings differ, because the runs would not be comparable.
@@ -283,8 +122,7 @@ def earlier_runs(folder: Path, cli: CLIConfig) -> dict[Place, Run]:
         )
     results = folder / RESULTS
     saved = read_json_object(results, "remove the file to measure again")["runs"] if results.exists() else []
-    runs = [Run(**{**run, "before": Measured(**run["before"]), "after": Measured(**run["after"])}) for run in saved]
-    return {(run.base, run.protocol, run.seed): run for run in runs}
+    return {(run.base, run.protocol, run.seed): run for run in map(Run.read, saved)}
 
 
 def _as_now(config: dict[str, Any]) -> dict[str, Any]:
@@ -296,50 +134,109 @@ def _as_now(config: dict[str, Any]) -> dict[str, Any]:
     return keys
 
 
-async def study(cli: CLIConfig) -> list[Run]:
+class Study:
+    """A study under way: what is finished, and what was measured before training."""
+
+    def __init__(self, cli: StudyConfig, bases: Mapping[str, StudyConfig], folder: Path) -> None:
+        """`cli`: settled; `bases`: its keys for each base model."""
+        self.cli, self.bases, self.folder = cli, bases, folder
+        self.earlier = earlier_runs(folder, cli.of_base(""))
+        self.finished = dict(self.earlier)
+        self.asked: list[Place] = [(base, name, seed) for base in bases for seed in cli.seeds for name in cli.protocols]
+        self.order = list(dict.fromkeys([*self.asked, *self.earlier]))
+        self.before = {(run.base, run.protocol): run.before for run in self.earlier.values()}
+        self.first = next(iter(bases))
+        of_first = bases[self.first]
+        self.trials: list[Trial] = (
+            [(name, setting) for name in cli.protocols for setting in of_first.settings_to_try()] if cli.tune else []
+        )
+        tuned = folder / TUNED
+        saved = read_json_object(tuned, "remove the file to tune again")["trials"] if tuned.exists() else []
+        self.tried: dict[Trial, Run] = {
+            (run.protocol, Setting(run.learning_rate, run.group_size)): run for run in map(Run.read, saved)
+        }
+
+    async def measure_before(self) -> float | None:
+        """Measure what is not; seconds for a sampled token of it, None if all was known."""
+        started, measured = time.perf_counter(), 0.0
+        for base, protocol in dict.fromkeys((base, protocol) for base, protocol, _ in self.asked):
+            if (base, protocol) not in self.before:
+                found = await measure(self.bases[base], protocol, sampler_of(self.cli.load_checkpoint_path))
+                self.before[base, protocol] = found
+                measured += found.tokens_per_rollout * len(found.correct_I) * self.cli.samples
+        return (time.perf_counter() - started) / measured if measured else None
+
+    @property
+    def left(self) -> list[Trial | Place]:
+        """What is still to be run."""
+        trials = [trial for trial in self.trials if trial not in self.tried]
+        return [*trials, *(one for one in self.asked if one not in self.finished)]
+
+    def chosen(self, protocol: str) -> Setting | None:
+        """The setting with most right answers to the questions that were kept, the first of equals; None: nothing is tuned."""
+        settings = [setting for name, setting in self.trials if name == protocol]
+        return max(settings, key=lambda one: fmean(self.tried[protocol, one].after.correct_I)) if settings else None
+
+    async def tune(self, start: Start, trial: Trial) -> None:
+        protocol, setting = trial
+        of_first, before = self.bases[self.first], self.before[self.first, protocol]
+        kept = chz.replace(of_first, curves=0)
+        run = await start(
+            run_process, kept, self.folder, self.first, protocol, self.cli.seed, before, setting, self.cli.tune_items
+        )
+        self.tried[trial] = run
+        runs = [self.tried[one] for one in self.trials if one in self.tried]
+        write_json(self.folder / TUNED, {"trials": [asdict(one) for one in runs]})
+        print(f"tuning {setting}: {told(run)}", flush=True)
+
+    async def run(self, start: Start, one: Place) -> None:
+        base, protocol, _ = one
+        setting = self.chosen(protocol)
+        run = await start(run_process, self.bases[base], self.folder, *one, self.before[base, protocol], setting)
+        self.finished[one] = run
+        write_results(self.folder, [self.finished[other] for other in self.order if other in self.finished])
+        print(told(run), flush=True)
+
+
+async def study(cli: StudyConfig) -> list[Run]:
     """Run every protocol with every base model and seed, after a line that says how many and how long; results are written after
-    each run, and a resumed study keeps them.
+    each run, and a resumed study keeps them. With `tune` the settings of each protocol are chosen first.
     """
     cli = cli.settled()
-    bases = {base: cli.of_base(base) for base in cli.base_models or ("",)}
+    made = await made_bases(cli, cli.processes, lambda line: print(line, flush=True))
+    bases = {base: cli.of_base(base) for base in (*cli.base_models, *made) or ("",)}
+    if len({label_of(base) for base in bases}) < len(bases):
+        raise ConfigurationError(
+            f"base models {', '.join(bases)}: two have one name; their runs need different folders"
+        )
     folder = open_folder(open_log_path(cli.of_base(""), RECIPE, RECIPE, str(cli.task)), "log_path")
     with one_writer(folder, "log_path"):
-        earlier = earlier_runs(folder, cli.of_base(""))
-        before = {(run.base, run.protocol): run.before for run in earlier.values()}
-        asked = [(base, protocol, seed) for base in bases for seed in cli.seeds for protocol in cli.protocols]
-        finished, order = dict(earlier), dict.fromkeys([*asked, *earlier])
-        started, measured = time.perf_counter(), 0.0
-        for base, protocol in dict.fromkeys((base, protocol) for base, protocol, _ in asked):
-            if (base, protocol) not in before:
-                found = await measure(bases[base], protocol, sampler_of(cli.load_checkpoint_path))
-                before[base, protocol] = found
-                measured += found.tokens_per_rollout * len(found.correct_I) * cli.samples
-        per_token = (time.perf_counter() - started) / measured * TRAINING_FACTOR if measured else None
-        print(announced(cli, asked, earlier, per_token), flush=True)
+        under_way = Study(cli, bases, folder)
+        per_token = await under_way.measure_before()
+        print(announced(cli, under_way, per_token), flush=True)
         # Processes, not threads: an engine computes on one core, and each run gets its own.
         with processes(cli.processes) as start:
-
-            async def finish(one: Place) -> None:
-                base, protocol, _ = one
-                finished[one] = run = await start(_run_process, bases[base], folder, *one, before[base, protocol])
-                write_results(folder, [finished[other] for other in order if other in finished])
-                print(told(run), flush=True)
-
             async with asyncio.TaskGroup() as group:
-                for one in asked:
-                    if one not in earlier:
-                        group.create_task(finish(one))
-    return [finished[one] for one in asked]
+                for trial in under_way.trials:
+                    if trial not in under_way.tried:
+                        group.create_task(under_way.tune(start, trial))
+            async with asyncio.TaskGroup() as group:
+                for one in under_way.asked:
+                    if one not in under_way.finished:
+                        group.create_task(under_way.run(start, one))
+    return [under_way.finished[one] for one in under_way.asked]
 
 
-def announced(cli: CLIConfig, asked: Sequence[Place], earlier: Mapping[Place, Run], per_token: float | None) -> str:
+def announced(cli: StudyConfig, under_way: Study, per_token: float | None) -> str:
     """A line about what is to run, and how long it takes by the runs that are finished, else by the measurements: seconds for a
     sampled token, if anything was measured."""
-    left = [one for one in asked if one not in earlier]
-    seconds = fmean(run.seconds for run in earlier.values()) if earlier else cli.tokens * (per_token or 0.0)
-    hours = seconds * len(left) / cli.processes / 3600
-    by = "those that are finished" if earlier else "the measurements before training"
-    return f"{len(asked)} runs, {len(left)} to go; about {hours:.2f} hours, by {by}"
+    done = [*under_way.tried.values(), *under_way.earlier.values()]
+    seconds = fmean(run.seconds for run in done) if done else cli.tokens * TRAINING_FACTOR * (per_token or 0.0)
+    hours = seconds * len(under_way.left) / cli.processes / 3600
+    by = "those that are finished" if done else "the measurements before training"
+    total = len(under_way.trials) + len(under_way.asked)
+    tuning = f" ({len(under_way.trials)} of them to tune)" if under_way.trials else ""
+    return f"{total} runs{tuning}, {len(under_way.left)} to go; about {hours:.2f} hours, by {by}"
 
 
 def told(run: Run) -> str:
@@ -350,16 +247,6 @@ def told(run: Run) -> str:
         f"{base}{run.protocol}, seed {run.seed}: {run.steps} steps, {run.tokens} tokens, {run.seconds:.0f} s; right "
         f"{before:.3f} -> {after:.3f}"
     )
-
-
-def _run_process(cli: CLIConfig, folder: Path, base: str, protocol: str, seed: int, before: Measured) -> Run:
-    """`run_one`, in a separate process."""
-    with interruptible() as interrupts:
-        try:
-            with closing_clients(), label(f"{protocol}, seed {seed}"):
-                return interrupts.run(run_one(cli, folder, base, protocol, seed, before))
-        except KeyboardInterrupt:
-            raise TrainingError(f"{protocol}, seed {seed}: interrupted; what it did is saved") from None
 
 
 def show(runs: Sequence[Run], rests_on: str = RESTS_ON) -> None:
@@ -378,4 +265,4 @@ async def main(cli: CLIConfig) -> None:
 
 
 if __name__ == "__main__":
-    run_recipe(CLIConfig, main)
+    run_recipe(CLIConfig, main, prepare=lambda arguments: gather_keys(arguments, "base"))

@@ -11,6 +11,7 @@ import chz
 
 from recipes import debate_study
 from recipes.common import FolderKeys
+from recipes.debate_keys import StudyKeys
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.field_groups import Seeded
 
@@ -28,7 +29,7 @@ What to run next:
 
 
 @chz.chz(typecheck=True)
-class DemoConfig(Seeded, debate_study.StudyKeys, FolderKeys):
+class DemoConfig(Seeded, StudyKeys, FolderKeys):
     """Keys of `python -m recipes.demo`."""
 
 

@@ -40,8 +40,8 @@ LEAN_RL: Mapping[str, Value] = {
 
 
 @chz.chz(typecheck=True)
-class StudyKeys(Seeds, PageKey, FieldGroup, seeds=(0, 1, 2), processes=0):
-    """What all studies have."""
+class StudyFolder(Seeds, PageKey, FieldGroup, seeds=(0, 1, 2)):
+    """What all studies have: their folder, their form, and what is the same in every run."""
 
     DOCS = docs(seeds="a run of each setting for each of these")
 
@@ -50,7 +50,6 @@ class StudyKeys(Seeds, PageKey, FieldGroup, seeds=(0, 1, 2), processes=0):
     set: dict[str, str] = chz.field(
         default_factory=dict, doc="set.<key>=value: a key of the recipes that are run, the same in every run"
     )
-    concurrent: int = chz.field(default=1, doc="with processes=0, runs at a time", validator=chz.validators.gt(0))
     only_plan: bool = chz.field(default=False, doc="print the runs and the expected hours, and run none of them")
 
     @chz.validate
@@ -68,6 +67,13 @@ class StudyKeys(Seeds, PageKey, FieldGroup, seeds=(0, 1, 2), processes=0):
         seeds = f"seed{'s' if len(self.seeds) > 1 else ''} {', '.join(map(str, self.seeds))}"
         changed = "".join(f", {key}={value}" for key, value in self.set.items())
         return f"{'Quick' if self.quick else 'Full'} form, {seeds}{changed}"
+
+
+@chz.chz(typecheck=True)
+class StudyKeys(StudyFolder, FieldGroup, processes=0):
+    """Of studies whose runs are those of `tinker_cookbook.sweeps.study`."""
+
+    concurrent: int = chz.field(default=1, doc="with processes=0, runs at a time", validator=chz.validators.gt(0))
 
 
 @dataclass(frozen=True)
@@ -101,7 +107,7 @@ async def run_parts(cli: StudyKeys, recipe: str, parts: Sequence[Part]) -> tuple
 
 
 def finish(
-    cli: StudyKeys, folder: Path, name: str, tables: Sequence[Section], words: Sequence[str], failed: int
+    cli: StudyFolder, folder: Path, name: str, tables: Sequence[Section], words: Sequence[str], failed: int
 ) -> None:
     """Write the tables and sentences to a Markdown file and the page, and print them. Raises TrainingError if runs
     failed.

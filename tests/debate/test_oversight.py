@@ -4,6 +4,7 @@ import asyncio
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import pytest
 
@@ -134,6 +135,18 @@ class TestControls:
             direct.append(rewards(play("direct", [[WRONG]], key=(i, 0))[0])[0][0])
         assert 0 < sum(1 - one for one in drawn) < 12 and 0 < sum(1 - one for one in direct) < 12
 
+    def test_a_rebuttal_hears_the_objection_and_the_last_word_counts(self) -> None:
+        """Member 0 corrects itself; member 1 had named the right step of nothing and stays with it."""
+        turns = [[RIGHT, "a is wrong.", "c is wrong."], [WRONG, "b is wrong.", "d is wrong."]]
+        group, policy = play("debate_rebuttal", turns)
+        assert rewards(group) == [[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]
+        assert "b is wrong." in decode(RENDERER, policy.heard[0][2])
+        assert WRONG not in decode(RENDERER, policy.heard[0][2]).partition("a is wrong.")[2]
+        assert "debate/tokens_rebuttal" in group.trajectories_G[0].transitions[2].metrics
+        turns = [[RIGHT, "c is wrong.", "Nothing more."], [WRONG, "b is wrong.", "d is wrong."]]
+        group, _ = play("debate_rebuttal", turns)
+        assert rewards(group)[0] == [1.0, 1.0, 1.0], "the objection stands"
+
     @pytest.mark.parametrize(("name", "checks"), [("direct_2", 2), ("direct_3", 3), ("direct_all", 12)])
     def test_more_checks_find_more(self, name: str, checks: int) -> None:
         found, seen = 0, []
@@ -198,6 +211,57 @@ class TestErrors:
     def test_rates_are_shares(self) -> None:
         with pytest.raises(ConfigurationError, match=r"step_judge.false_accepts=1.5: a share from 0 to below 1"):
             StepJudgeConfig(false_accepts=1.5)
+
+
+class TestBias:
+    """A judge that favours something, as often as it is told to."""
+
+    RIGHT_STEP, WRONG_STEP = Step("c", "5 makes 16", True), Step("c", "136 makes 63", False)
+
+    def share_accepted(self, bias: str, step: Step, place: float, spoken: Literal["right", "wrong"] | None) -> float:
+        judge = asyncio.run(make_judge(StepJudgeConfig(bias=bias, bias_rate=0.3), seed=1))
+        verdicts = [asyncio.run(judge(step_view(step, (i, 0), place, spoken))).winner for i in range(1000)]
+        assert verdicts == [asyncio.run(judge(step_view(step, (i, 0), place, spoken))).winner for i in range(1000)]
+        return sum(winner is Winner.A for winner in verdicts) / 1000
+
+    @pytest.mark.parametrize(
+        ("bias", "step", "place", "spoken", "accepted"),
+        [
+            ("position", WRONG_STEP, 0.25, "wrong", 0.3),
+            ("position", WRONG_STEP, 0.5, "right", 0.0),
+            ("position", RIGHT_STEP, 0.25, None, 1.0),
+            ("length", WRONG_STEP, 0.9, None, 0.3),
+            ("length", Step("c", "36 makes 63", False), 0.0, None, 0.0),
+            ("sycophancy", WRONG_STEP, 0.0, "right", 0.3),
+            ("sycophancy", RIGHT_STEP, 0.0, "wrong", 0.7),
+            ("sycophancy", WRONG_STEP, 0.0, None, 0.0),
+        ],
+    )
+    def test_it_applies_where_it_should_and_has_its_size(
+        self, bias: str, step: Step, place: float, spoken: Literal["right", "wrong"] | None, accepted: float
+    ) -> None:
+        found = self.share_accepted(bias, step, place, spoken)
+        assert found == accepted if accepted in (0.0, 1.0) else found == pytest.approx(accepted, abs=0.04)
+
+    def test_judges_of_each_signal_are_told_place_and_speech(self) -> None:
+        for name, turns, found in (
+            ("debate", [[RIGHT, "c is wrong."], [WRONG, "b is wrong."]], {(1 / 12, "wrong"), (2 / 12, "wrong")}),
+            ("consultancy", [[RIGHT, "d is right."]], {(3 / 12, "right")}),
+        ):
+            VIEWS.clear()
+            play(name, turns, Noting())
+            assert {(view.seats[0].place, view.seats[0].spoken) for view in VIEWS} == found
+        VIEWS.clear()
+        play("direct_all", [[RIGHT]], Noting())
+        assert sorted((view.seats[0].place, view.seats[0].spoken) for view in VIEWS) == [
+            (i / 12, None) for i in range(12)
+        ]
+
+    def test_an_unknown_bias(self) -> None:
+        with pytest.raises(
+            ConfigurationError, match=r"step_judge.bias=age is unknown; use position, length, sycophancy"
+        ):
+            StepJudgeConfig(bias="age")
 
 
 VIEWS: list[DebateView] = []

@@ -12,6 +12,7 @@ import pytest
 
 from recipes import debate_study, sl_basic
 from recipes.common import for_model
+from recipes.debate_keys import Setting
 from recipes.debate_results import (
     COLUMNS,
     Measured,
@@ -25,7 +26,8 @@ from recipes.debate_results import (
     sentence,
     table_rows,
 )
-from recipes.debate_study import CLIConfig, run_config
+from recipes.debate_runs import run_config
+from recipes.debate_study import CLIConfig
 from recipes.results import fill_page
 from tests.child import ROOT
 from tinker_cookbook.cli_utils import run_recipe
@@ -232,17 +234,34 @@ class TestGoingOn:
     def played(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         """What was run, by a stand-in; `direct` with seed 1 breaks down the first time."""
         found: list[tuple[str, int]] = []
+        settings = self.settings = list[Setting]()
 
         @contextmanager
         def here(count: int) -> Iterator[Callable[..., Coroutine[Any, Any, Run]]]:
             async def start(
-                _: Any, cli: CLIConfig, folder: Path, base: str, protocol: str, seed: int, before: Measured
+                _: Any,
+                cli: CLIConfig,
+                folder: Path,
+                base: str,
+                protocol: str,
+                seed: int,
+                before: Measured,
+                setting: Setting | None,
+                kept: int = 0,
             ) -> Run:
+                if kept:
+                    assert setting is not None and kept == 20 and seed == cli.seed
+                    settings.append(setting)
+                    # The middle rate is the best for debate, the last for others.
+                    best = setting.learning_rate == (2e-3 if protocol == "debate" else 4e-3)
+                    tried = run(protocol, 0.7 if best else 0.6, seed)
+                    return replace(tried, learning_rate=setting.learning_rate, group_size=setting.group_size)
                 found.append((protocol, seed))
                 (folder / f"{protocol}_seed{seed}").mkdir(exist_ok=True)
                 if found.count(("direct", 1)) == 1 and (protocol, seed) == ("direct", 1):
                     raise ConnectionError("broken")
-                return run(protocol, 0.9 if protocol == "debate" else 0.5, seed)
+                done = run(protocol, 0.9 if protocol == "debate" else 0.5, seed)
+                return done if setting is None else replace(done, **setting._asdict())
 
             yield start
 
@@ -298,6 +317,19 @@ class TestGoingOn:
         assert len(played) == 2
         with pytest.raises(ConfigurationError, match=r"\(step_judge.max_retries=1, was 0\)"):
             self.study(tmp_path / "study", 0, step_judge=StepJudgeConfig(max_retries=1))
+
+    def test_each_signal_is_tuned_once_and_runs_with_what_was_best(
+        self, tmp_path: Path, played: list[tuple[str, int]], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        folder = tmp_path / "study"
+        runs = self.study(folder, 0, tune=True, tune_groups=(8,))
+        rates = [2e-3 * factor for factor in (0.5, 1, 2)]
+        assert self.settings == [Setting(rate, 8) for _ in ("debate", "direct") for rate in rates]
+        assert {one.protocol: one.learning_rate for one in runs} == {"debate": 2e-3, "direct": 4e-3}
+        assert "8 runs (6 of them to tune), 8 to go" in capsys.readouterr().out
+        assert [row[-2:] for row in table_rows(runs)] == [["", ""], ["0.002", "8"], ["0.004", "8"]]
+        self.study(folder, 0, 1, tune=True, tune_groups=(8,), protocols=("debate",))
+        assert len(self.settings) == 6 and played[2:] == [("debate", 1)]
 
     def test_the_judge_that_earlier_code_called_scripted_is_named(self) -> None:
         with pytest.raises(ConfigurationError, match=r"is called step_judge\.name=key now"):

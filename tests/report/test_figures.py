@@ -1,13 +1,14 @@
 """Curves of settings: means over seeds, bands, and files that are whole."""
 
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
 from tests.report.made import write_run
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.report.figures import curves, draw, metric_named
+from tinker_cookbook.report.figures import Curve, curves, draw, metric_named, side_by_side, svg
 from tinker_cookbook.report.runs import RunData, open_runs
 
 
@@ -76,3 +77,20 @@ def test_a_figure_in_each_format(tmp_path: Path) -> None:
     assert "2 seeds" in (tmp_path / "x.svg").read_text()
     with pytest.raises(ConfigurationError, match=r"must end in one of \.svg"):
         draw(found, "step", "reward", tmp_path / "x.gif", None, 3, 2)
+
+
+def test_an_axis_spans_the_bands_where_they_are_asked_for() -> None:
+    line = Curve("a", np.array([0.0, 1.0]), np.array([1.0, 2.0]), np.array([0.5, 1.0]), np.array([1.5, 3.0]), 1)
+
+    def ends(picture: str) -> list[str]:
+        return [str(one.text) for one in ElementTree.fromstring(picture) if one.get("text-anchor") == "end"][:2]
+
+    assert ends(svg([line], "x", "y")) == ["1", "2"] and ends(svg([line], "x", "y", bands=True)) == ["0.5", "3"]
+
+
+def test_pictures_stand_side_by_side_under_their_titles() -> None:
+    line = Curve("a", np.array([0.0, 1.0]), np.array([1.0, 2.0]), np.array([0.5, 1.0]), np.array([1.5, 3.0]), 1)
+    root = ElementTree.fromstring(side_by_side({"one & two": svg([line], "x", "y"), "three": svg([line], "x", "z")}))
+    places = [inner.get("x") for inner in root if inner.tag.endswith("svg")]
+    titles = [text.text for text in root if text.tag.endswith("text")]
+    assert places == ["0", "640"] and titles == ["one & two", "three"] and root.get("viewBox") == "0 0 1280 384"

@@ -1,6 +1,7 @@
 """Intervals: golden numbers, and that what varies is what makes them wide."""
 
 import math
+import random
 
 import numpy as np
 import pytest
@@ -77,6 +78,39 @@ class TestNested:
         assert alone.mean == together.mean == 0.5
         ratio = (together.high - together.low) / (alone.high - alone.low)
         assert ratio == pytest.approx(math.sqrt(3), rel=0.1)
+
+    def test_values_that_are_missing_count_nowhere(self) -> None:
+        """Of one base model the mean is over the items that it has; an item that no base model has is as if it were not there."""
+        nan = math.nan
+        found = nested_mean([[[1.0, nan, 0.5, nan]], [[nan, 0.0, 0.25, nan]], [[1.0, 0.0, 0.5, nan]]])
+        assert found.mean == pytest.approx((0.75 + 0.125 + 0.5) / 3)
+        whole = nested_mean([[[1.0, 0.0, 1.0, 1.0]]])
+        with_gap = nested_mean([[[1.0, 0.0, 1.0, 1.0, nan]]])
+        assert with_gap.mean == whole.mean and with_gap.low == pytest.approx(whole.low, abs=0.2)
+        assert all(math.isnan(one) for one in (nested_mean([[[nan]]]).mean, nested_mean([[[nan]]]).low))
+
+    def test_all_levels_are_in_the_interval(self) -> None:
+        """Base models, runs of each, and clusters of items: each spread alone makes the interval wider than none."""
+        rng = random.Random(3)
+
+        def width(base: float, run: float, item: float) -> float:
+            items = [item * rng.gauss(0, 1) for _ in range(4)]
+            values = [
+                [
+                    [level + drift + items[i // 5] for i in range(20)]
+                    for drift in [run * rng.gauss(0, 1) for _ in range(3)]
+                ]
+                for level in [base * rng.gauss(0, 1) for _ in range(6)]
+            ]
+            found = nested_mean(values, [i // 5 for i in range(20)], draws=400)
+            return (found.high - found.low) / 2
+
+        assert width(0, 0, 0) == pytest.approx(0)
+        # Half an interval is Student's 2.571 (5 degrees of freedom) standard errors: 1 / sqrt(6), 1 / sqrt(18), 1 / sqrt(4).
+        # The spread of runs counts twice, since it also tells base models apart.
+        for spread, error in (((1, 0, 0), 6), ((0, 1, 0), 18), ((0, 0, 1), 4)):
+            mean = sum(width(*spread) for _ in range(20)) / 20
+            assert 0.7 < mean / (2.571 / math.sqrt(error)) < 1.7, spread
 
     def test_intervals_stay_in_the_range_and_shapes_are_checked(self) -> None:
         found = nested_mean([[[0.0] * 5], [[1.0] * 5]], low=0.0, high=1.0)

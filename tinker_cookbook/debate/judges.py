@@ -15,6 +15,7 @@ from tinker_cookbook import local_sampling
 from tinker_cookbook.completers import TinkerTokenCompleter
 from tinker_cookbook.debate.acting_judge import ActingJudge, ActsConfig
 from tinker_cookbook.debate.asking import BothOrdersJudge, VotesJudge
+from tinker_cookbook.debate.biased import BIASES, BiasedJudge
 from tinker_cookbook.debate.decision_judge import DecisionJudge
 from tinker_cookbook.debate.erring import ErringJudge
 from tinker_cookbook.debate.lm_judge import Judge, LiveJudge, LMJudge, SoftEndpointJudge, SoftJudge
@@ -225,10 +226,18 @@ class StepJudgeConfig(JudgeConfig, name="key", max_tokens=16, temperature=0.0, m
     false_rejects: float | None = chz.field(
         default=None, doc="the same among verdicts that it is right; None: error_rate"
     )
+    bias: str | None = chz.field(
+        default=None, doc=f"what it favours besides the truth, to study what is made of it: {', '.join(BIASES)}"
+    )
+    bias_rate: float = chz.field(
+        default=0.5, doc="with bias: share of the verdicts where it applies that follow it, not the truth; below 1"
+    )
 
     @chz.validate
     def _check_errors(self) -> None:
-        for name in ("error_rate", "false_accepts", "false_rejects"):
+        if self.bias is not None and self.bias not in BIASES:
+            raise ConfigurationError(f"step_judge.bias={self.bias} is unknown; use {', '.join(BIASES)}")
+        for name in ("error_rate", "false_accepts", "false_rejects", "bias_rate"):
             rate = getattr(self, name)
             if rate is not None and not 0 <= rate < 1:
                 raise ConfigurationError(f"step_judge.{name}={rate}: a share from 0 to below 1")
@@ -377,4 +386,6 @@ async def make_judge(config: JudgeConfig, seed: int | None = None) -> Judge:
         judge = VotesJudge(judge, config.votes)
     if isinstance(config, StepJudgeConfig) and any(config.errors):
         judge = ErringJudge(judge, *config.errors, config.seed or 0)
+    if isinstance(config, StepJudgeConfig) and config.bias is not None:
+        judge = BiasedJudge(judge, config.bias, config.bias_rate, config.seed or 0)
     return BothOrdersJudge(judge) if config.both_orders else judge

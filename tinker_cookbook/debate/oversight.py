@@ -94,10 +94,11 @@ class OversightProtocol(DebateProtocol):
         signal, wording = get_signal(name), Wording(confidence="")
         if signal.needs_steps:
             stepwise = require_steps(task, f"protocol={name}")
-            estimates = signal.protocol == "prover_estimator"
+            objection = stepwise.objection_request
             wording = replace(
                 wording,
-                rebuttal=stepwise.estimate_request if estimates else stepwise.objection_request,
+                rebuttal=stepwise.estimate_request if signal.protocol == "prover_estimator" else objection,
+                closing=objection,
                 support=stepwise.support_request,
                 narrowing=stepwise.narrowing_request,
             )
@@ -111,7 +112,9 @@ class OversightProtocol(DebateProtocol):
 
     @property
     def turn_names(self) -> Sequence[str]:
-        return ("answer", *["speech"] * self.signal.rounds)
+        if self.signal.protocol == "bisection":
+            return ("answer", *["speech"] * self.signal.rounds)
+        return ("answer", "speech", "rebuttal")
 
     async def transcript(self, item: TaskItem, key: tuple[int, ...]) -> Transcript:
         """A new debate."""
@@ -162,10 +165,15 @@ class OversightProtocol(DebateProtocol):
         if not chosen:
             return _holds(transcript.objects)
         verdict = _holds(True)
+        spoken = None if not signal.named else "wrong" if transcript.objects else "right"
         for i, step in enumerate(chosen):
             checked = await task.check_step(transcript.item, answer.text, step)
             transcript.checked[seat] = [*transcript.checked.get(seat, []), checked]
-            verdict = await self.ask(self.judge, policy, step_view(checked, (*key, i) if i else key))
+            place = (
+                steps.index(step) / len(steps) if step in steps else 0.0
+            )  # a speaker may name what is not among them
+            view = step_view(checked, (*key, i) if i else key, place, spoken)
+            verdict = await self.ask(self.judge, policy, view)
             if verdict.winner is not Winner.A:
                 break
         if doubted is not None:
@@ -178,9 +186,11 @@ class OversightProtocol(DebateProtocol):
         speaker = seat.opponent if transcript.objects else seat
         if isinstance(transcript, Dispute):
             return transcript.narrowed(speaker).named
-        speech = transcript.turns[speaker][-1]
+        _, *speeches = transcript.turns[speaker]
         task = require_steps(self.task, f"protocol={self.name}")
-        return None if speech.malformed else task.step_of_speech(transcript.item, steps, speech.text)
+        said = [task.step_of_speech(transcript.item, steps, speech.text) for speech in speeches if not speech.malformed]
+        named = [step for step in said if step is not None]
+        return named[-1] if named else None  # who names none in a rebuttal stands by the objection
 
     def metrics(self, members: Sequence[Member], trajectories_G: Sequence[Trajectory]) -> list[Metrics]:
         per_member = [_metrics(*member, has_judge=self.signal.has_judge) for member in members]

@@ -18,6 +18,11 @@ Controls, each with one part of a debate taken away:
     debate_unpaid        the judge checks the step that the opponent names, and speeches earn nothing
     consultancy_assigned half of the speakers argue for their own answers, as in a consultancy, and half against another's, as in
                          a debate: no speaker chooses its side (assigned consultancy, Kenton et al. 2024)
+
+And one with a part added:
+
+    debate_rebuttal      the opponent hears what was said against its own answer and speaks once more; the last step that it
+                         named counts
 """
 
 from __future__ import annotations
@@ -40,7 +45,7 @@ class Signal:
     """the speech says which; else they are drawn"""
     pays_speeches: bool = True
     rounds: int = 1
-    """speeches of a speaker, where there are some, at most"""
+    """speeches of a speaker, where there are some, at most; the last step that they name counts"""
 
     @property
     def has_judge(self) -> bool:
@@ -68,6 +73,7 @@ SIGNALS: dict[str, Signal] = {
     "format": Signal("direct", checks=0),
     "debate_random_step": Signal("debate"),
     "debate_unpaid": Signal("debate", named=True, pays_speeches=False),
+    "debate_rebuttal": Signal("debate", named=True, rounds=2),
 }
 
 

@@ -93,6 +93,10 @@ class SeatView:
     reward: float = 0.0
     correct: bool | None = None
     role: Role = "debater"
+    place: float = 0.0
+    """of a step: the share of its answer's steps before it"""
+    spoken: Literal["right", "wrong"] | None = None
+    """of a step: what the speech that names it says of it; None: no speech does. Models are not told"""
 
 
 @dataclass(frozen=True)
@@ -153,9 +157,13 @@ class DebateView:
         return replace(self, seats=tuple(replace(seat, rounds=seat.rounds[:1], role="answer") for seat in answers))
 
 
-def step_view(step: Step, key: tuple[int, ...]) -> DebateView:
-    """A step of an answer, alone."""
-    return DebateView("", (SeatView([step.claim], reward=float(step.holds), correct=step.holds, role="step"),), key)
+def step_view(
+    step: Step, key: tuple[int, ...], place: float = 0.0, spoken: Literal["right", "wrong"] | None = None
+) -> DebateView:
+    """A step of an answer, alone; `place` and `spoken` as in `SeatView`."""
+    holds = step.holds
+    seat = SeatView([step.claim], reward=float(holds), correct=holds, role="step", place=place, spoken=spoken)
+    return DebateView("", (seat,), key)
 
 
 def denial(answer: SeatView) -> SeatView:

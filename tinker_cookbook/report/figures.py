@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -138,10 +138,13 @@ def draw(lines: Sequence[Curve], x: str, y: str, out: Path, title: str | None, w
         pyplot.close(figure)
 
 
-def svg(lines: Sequence[Curve], x: str, y: str, width: int = 640, height: int = 360) -> str:
-    """A simpler figure as SVG, without matplotlib. The y-axis spans the means; bands are clipped."""
+def svg(lines: Sequence[Curve], x: str, y: str, width: int = 640, height: int = 360, bands: bool = False) -> str:
+    """A simpler figure as SVG, without matplotlib. The y-axis spans the means, and bands are clipped; with `bands` it spans
+    those too.
+    """
     left, bottom, top, right = 56, 40, 16, 16
-    values = [value for curve in lines for value in curve.mean.tolist() if math.isfinite(value)]
+    spanned = [at for curve in lines for at in ((curve.mean, curve.low, curve.high) if bands else (curve.mean,))]
+    values = [value for at in spanned for value in at.tolist() if math.isfinite(value)]
     low, high = min(values, default=0.0), max(values, default=1.0)
     span = (high - low) or 1.0
     reach = max((float(curve.x[-1]) for curve in lines if len(curve.x)), default=0.0) or 1.0
@@ -173,6 +176,23 @@ def svg(lines: Sequence[Curve], x: str, y: str, width: int = 640, height: int = 
         parts += [
             f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{line}"/>',
             f'<text x="{end}" y="{top + 22 + 16 * i}" text-anchor="end" fill="{colour}">{escape(curve.label)}</text>',
+        ]
+    return "\n".join([*parts, "</svg>\n"])
+
+
+def side_by_side(pictures: Mapping[str, str], width: int = 640, height: int = 360) -> str:
+    """Pictures of `svg`, of this size, as one, each under its title (the key)."""
+    title = 24
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width * len(pictures)} {height + title}" '
+        'font-family="sans-serif" font-size="14">',
+        f'<rect width="{width * len(pictures)}" height="{height + title}" fill="white"/>',
+    ]
+    for i, (name, picture) in enumerate(pictures.items()):
+        place = f'<svg x="{width * i}" y="{title}" width="{width}" height="{height}" '
+        parts += [
+            f'<text x="{width * i + width / 2:.0f}" y="17" text-anchor="middle">{escape(name)}</text>',
+            picture.strip().replace("<svg ", place, 1),
         ]
     return "\n".join([*parts, "</svg>\n"])
 

@@ -105,7 +105,8 @@ def nested_mean(
     with B - 1 degrees of freedom. With one base model it is `bootstrap_mean`'s interval, of that one alone.
 
     Args:
-        values_B_R_I: one value per base model, run and item; base models may have different numbers of runs.
+        values_B_R_I: one value per base model, run and item; base models may have different numbers of runs. NaN where there
+            is none: means are over the others.
         clusters_I: of each item; items of one cluster are drawn together. None: each item by itself.
         low, high: the range of the values; the interval is clipped to it.
     """
@@ -124,13 +125,23 @@ def nested_mean(
         picked: list[int] = rng.integers(len(groups), size=len(groups)).tolist()
         drawn = [item for group in picked for item in groups[group]]
         chosen: list[Any] = [bases[base] for base in rng.integers(len(bases), size=len(bases)).tolist()]
-        means[draw] = np.mean([base[rng.integers(len(base), size=len(base))][:, drawn].mean() for base in chosen])
-    mean, count = float(np.mean([base.mean() for base in bases])), len(bases)
+        means[draw] = _mean_of([base[rng.integers(len(base), size=len(base))][:, drawn] for base in chosen])
+    means = means[~np.isnan(means)]
+    mean, count = _mean_of(bases), len(bases)
+    if not len(means):
+        return Estimate(mean, math.nan, math.nan)
     if count == 1:
         bounds = np.quantile(means, (0.025, 0.975))
         return within_range(Estimate(mean, float(bounds[0]), float(bounds[1])), low, high)
     half = student_95(count) * float(means.std(ddof=1)) * math.sqrt(count / (count - 1))
     return within_range(Estimate(mean, mean - half, mean + half), low, high)
+
+
+def _mean_of(bases: Sequence[Any]) -> float:
+    """The mean over base models of the mean of the values that each has; NaN without any."""
+    known = [base[~np.isnan(base)] for base in bases]
+    means = [float(values.mean()) for values in known if len(values)]
+    return sum(means) / len(means) if means else math.nan
 
 
 def clustered_mean(values_G: Sequence[Sequence[float]], low: float = 0.0, high: float = 1.0) -> Estimate:

@@ -1,0 +1,89 @@
+"""The keys of recipes.debate_figures, and what its two forms run."""
+
+from typing import Literal, NamedTuple
+
+import chz
+
+from recipes.debate_cells import CellKeys
+from tinker_cookbook.debate.biased import BIASES
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.utils.fields import docs
+
+
+class Form(NamedTuple):
+    """What is run where the keys do not say."""
+
+    base_seeds: tuple[int, ...]
+    errors: tuple[float, ...]
+    bias_rates: tuple[float, ...]
+    tokens: int
+    samples: int
+
+
+FULL = Form((0, 1, 2, 3, 4, 5), (0.0, 0.1, 0.2, 0.3), (0.5, 0.8), 24_000, 16)
+QUICK = Form((), (0.0, 0.2), (0.8,), 12_000, 8)
+
+
+@chz.chz(typecheck=True)
+class FigureConfig(CellKeys):
+    """Which figure, of what."""
+
+    DOCS = docs(
+        seeds="a run of each signal for each of these; quick: the first alone",
+        base_seeds=f"seeds of base models, as in debate_study; default: {FULL.base_seeds}, quick only tiny_debate",
+        set="set.<key>=value: a key of debate_study, the same in every run; set.tokens=48000 for example",
+    )
+
+    figure: Literal["phase", "kenton", "persuasiveness", "bias", "budgets"] = chz.field(doc="which to make")
+    errors: tuple[float, ...] = chz.field(
+        default=(),
+        doc=f"of phase, kenton, persuasiveness: the judge's error rates; default {FULL.errors}, quick {QUICK.errors}",
+    )
+    biases: tuple[str, ...] = chz.field(default=tuple(BIASES), doc=f"of bias: which of {', '.join(BIASES)}")
+    bias_rates: tuple[float, ...] = chz.field(
+        default=(),
+        doc=f"of bias: their sizes (step_judge.bias_rate); default {FULL.bias_rates}, quick {QUICK.bias_rates}",
+    )
+    protocols: tuple[str, ...] = chz.field(
+        default=(), doc="of bias: the signals; default debate,consultancy,direct. Other figures have theirs"
+    )
+    best_of: tuple[int, ...] = chz.field(
+        default=(1, 2, 4, 8, 16),
+        doc="of persuasiveness: N, from how many speeches the judge's favourite is taken; rising",
+    )
+    lm_judge: bool = chz.field(
+        default=True,
+        doc="of kenton and persuasiveness: beside judges of known error also the base model itself as the judge",
+    )
+
+    @chz.validate
+    def _check_figure(self) -> None:
+        if unknown := [name for name in self.biases if name not in BIASES]:
+            raise ConfigurationError(f"biases={unknown[0]} is unknown; use {', '.join(BIASES)}")
+        if any(not 0 <= rate < 1 for rate in (*self.errors, *self.bias_rates)):
+            raise ConfigurationError("errors and bias_rates: shares from 0 to below 1")
+        if list(self.best_of) != sorted({*self.best_of}) or self.best_of[:1] != (1,):
+            raise ConfigurationError(f"best_of={self.best_of}: must rise, from 1")
+        if any(self.best_of[-1] % n for n in self.best_of):
+            raise ConfigurationError(
+                f"best_of={self.best_of}: each must divide the last, which is how many are sampled"
+            )
+        if self.protocols and self.figure != "bias":
+            raise ConfigurationError(f"protocols: figure={self.figure} has signals of its own; leave it out")
+
+    def settled(self) -> "FigureConfig":
+        """With what the form means where the keys do not say."""
+        form = QUICK if self.quick else FULL
+        given = self.base_seeds or self.base_models or any("base_" in words for words in self.worlds.values())
+        return chz.replace(
+            self,
+            seeds=self.seeds[:1] if self.quick else self.seeds,
+            base_seeds=self.base_seeds if given else form.base_seeds,
+            errors=self.errors or form.errors,
+            bias_rates=self.bias_rates or form.bias_rates,
+        )
+
+    @property
+    def signals(self) -> tuple[str, ...]:
+        """Those of bias."""
+        return self.protocols or ("debate", "consultancy", "direct")

@@ -1,0 +1,312 @@
+"""The figures of recipes.debate_figures that are made of studies, or of answers before any training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from recipes.debate_cells import (
+    BUDGETS,
+    Cell,
+    announce,
+    at_budget,
+    least,
+    measure_cells,
+    planned,
+    run_cells,
+    world_cells,
+)
+from recipes.debate_figure_keys import FULL, QUICK, FigureConfig, Form
+from recipes.debate_results import Measured, Run, by_base, lead, over, parts
+from recipes.study_common import Section, cell
+from tinker_cookbook.report.figures import Curve
+from tinker_cookbook.utils.intervals import DIFFERENCE_OF_RATES, RATE, Estimate
+from tinker_cookbook.utils.lazy import np
+
+POINTS = 4
+"""Of a run, at which its policy is measured."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A figure."""
+
+    sections: Sequence[Section]
+    panels: Mapping[str, tuple[Sequence[Curve], str, str]]
+    """title -> curves, what is on the axis, and what is on the other"""
+    scope: str
+    """over what its intervals are"""
+    words: Sequence[str] = field(default=())
+
+
+def form_of(cli: FigureConfig) -> Form:
+    return QUICK if cli.quick else FULL
+
+
+def scope_of(runs: Sequence[Run]) -> str:
+    """Over what the intervals of these runs are."""
+    bases, seeds, steps = len(by_base(runs)), len({run.seed for run in runs}), runs[0].steps
+    over_what = [f"{bases} base models"] if bases > 1 else []
+    over_what += [f"{seeds} run seeds"] if steps and seeds > 1 else []
+    clusters = "questions (those about one planted fact together)" if parts(runs) else "questions"
+    one = " of one base model" if bases == 1 else ""
+    return f"Intervals are over {' and '.join([*over_what, clusters])}{one}."
+
+
+def curve(label: str, x: Sequence[float], values: Sequence[Estimate]) -> Curve:
+    mean, low, high = (np.array([getattr(one, name) for one in values]) for name in ("mean", "low", "high"))
+    return Curve(label, np.asarray(x, dtype=np.float64), mean, low, high, 1)
+
+
+def of_protocol(runs: Sequence[Run], protocol: str) -> list[Run]:
+    return [run for run in runs if run.protocol == protocol]
+
+
+async def phase(cli: FigureConfig, folder: Path) -> Drawn | None:
+    """Debate minus direct judging, by the judge's error rate, in each world: a length, with the opponent's skill as measured."""
+    worlds = world_cells(cli, {"12": ""})
+    cells = [
+        Cell({"world": world, "error": error}, (f"step_judge.error_rate={error}", *keys))
+        for world, keys in worlds.items()
+        for error in cli.errors
+    ]
+    fixed = {"protocols": "debate,direct", "tokens": str(form_of(cli).tokens)}
+    plan = await planned(cli, folder, cells, fixed)
+    await announce(plan)
+    if cli.only_plan:
+        return None
+    runs = await run_cells(plan)
+    rows: list[list[str]] = []
+    lines: list[Curve] = []
+    for world in worlds:
+        of_world = [(error, runs[Cell({"world": world, "error": error}).name]) for error in cli.errors]
+        surest = of_protocol(of_world[0][1], "debate")
+        finds = (
+            over(surest, lambda run: [1 - rate for rate in run.before.rates_I(False)]) if of_world[0][0] == 0 else None
+        )
+        ahead: list[Estimate] = []
+        for error, found in of_world:
+            debate, direct = of_protocol(found, "debate"), of_protocol(found, "direct")
+            ahead.append(lead(debate, direct))
+            right = [over(one, lambda run: run.after.correct_I) for one in (debate, direct)]
+            before = over([of_base[0] for of_base in by_base(direct)], lambda run: run.before.correct_I)
+            rows.append([world, cell(finds), f"{error:g}", cell(before), *map(cell, right), cell(ahead[-1])])
+        lines.append(curve(world, cli.errors, ahead))
+    names = [
+        "world",
+        "opponent finds a wrong step",
+        "judge's error",
+        "right, before",
+        "debate",
+        "direct",
+        "debate minus direct",
+    ]
+    title = "Right held-out answers after training by debate and by direct judging, mean [95 % interval]"
+    every = next(iter(runs.values()))
+    words = "What the opponent finds is measured before training with a judge without errors (errors=0,...)."
+    panels = {"advantage of debate": (lines, "judge's error rate", "debate minus direct")}
+    return Drawn([Section(title, names, rows)], panels, scope_of(every), [words])
+
+
+JUDGED = ("consultancy", "debate", "direct")
+KENTON_ROWS: Mapping[str, tuple[str, Callable[[Measured], Sequence[float]]]] = {
+    "naive": ("format", lambda measured: measured.prefers_I),
+    "direct": ("direct", lambda measured: measured.prefers_I),
+    "direct, open": ("direct", lambda measured: measured.judge_right_I),
+    "consultancy, assigned": ("consultancy", lambda measured: measured.prefers_I),
+    "consultancy, open": ("consultancy", lambda measured: measured.judge_right_I),
+    "debate, assigned": ("debate", lambda measured: measured.prefers_I),
+    "debate, open": ("debate", lambda measured: measured.judge_right_I),
+}
+"""Of Kenton et al. 2024: protocol, and how often its judge is right about each question."""
+KENTON_NOTE = (
+    "The judge checks no step (naive), a random one (direct), the author's (consultancy) or the opponent's (debate). "
+    "Assigned: half right and half wrong answers, the speaker's own of each kind, to questions with both: an answer that is "
+    "given out is a number without steps to argue about. Open: the answers as the policy gives them. Nothing is trained."
+)
+
+
+async def kenton(cli: FigureConfig, folder: Path) -> Drawn | None:
+    """How often the judge is right, by protocol, judge and task, before any training."""
+    worlds = world_cells(cli, {"trails": "dataset=trails", "facts": "dataset=facts"})
+    judges = {f"error={error:g}": (f"step_judge.error_rate={error}",) for error in cli.errors}
+    judges |= {"lm": ("step_judge.name=lm",)} if cli.lm_judge else {}
+    # Without speeches and checks the judge is of no account: it is measured with the first one alone.
+    asked = {judge: JUDGED if i else ("format", *JUDGED) for i, judge in enumerate(judges)}
+    cells = [
+        Cell({"task": world, "judge": judge}, (*keys, *of_judge, f"protocols={','.join(asked[judge])}"))
+        for world, keys in worlds.items()
+        for judge, of_judge in judges.items()
+    ]
+    fixed = {"samples": str(form_of(cli).samples)}
+    plan = await planned(cli, folder, cells, fixed)
+    runs = await measure_cells(plan, cli.only_plan)
+    if not runs:
+        return None
+    tables: list[Section] = []
+    panels: dict[str, tuple[Sequence[Curve], str, str]] = {}
+    for world in worlds:
+        rows: list[list[str]] = []
+        lines: list[Curve] = []
+        for name, (protocol, values) in KENTON_ROWS.items():
+            found = [
+                over(
+                    of_protocol(_with(runs, world, judge if protocol in JUDGED else next(iter(judges))), protocol),
+                    lambda run, of=values: of(run.before),
+                )
+                for judge in judges
+            ]
+            rows.append([name, *map(cell, found)])
+            lines.append(curve(name, cli.errors, found[: len(cli.errors)]))
+        tables.append(
+            Section(f"{world}: share of answers that the judge is right about, by judge", ["protocol", *judges], rows)
+        )
+        panels[world] = (lines, "judge's error rate", "judge is right")
+    return Drawn(tables, panels, scope_of(next(iter(runs.values()))), [KENTON_NOTE])
+
+
+def _with(runs: Mapping[str, list[Run]], world: str, judge: str) -> list[Run]:
+    return runs[Cell({"task": world, "judge": judge}).name]
+
+
+async def bias(cli: FigureConfig, folder: Path) -> Drawn | None:
+    """Right answers and the hacking gap over training, under a judge that favours something besides the truth."""
+    sizes = [(name, rate) for name in cli.biases for rate in cli.bias_rates]
+    cells = [
+        Cell({"bias": "none"}),
+        *(
+            Cell({"bias": name, "rate": rate}, (f"step_judge.bias={name}", f"step_judge.bias_rate={rate}"))
+            for name, rate in sizes
+        ),
+    ]
+    fixed = {"protocols": ",".join(cli.signals), "tokens": str(form_of(cli).tokens), "curves": str(POINTS)}
+    plan = await planned(cli, folder, cells, fixed)
+    await announce(plan)
+    if cli.only_plan:
+        return None
+    runs = await run_cells(plan)
+    budget = "sampled tokens"
+    rows: list[list[str]] = []
+    panels: dict[str, tuple[Sequence[Curve], str, str]] = {}
+    for name, found in runs.items():
+        end = least(found, budget)
+        at = [end * i / POINTS for i in range(POINTS + 1)]
+        right: list[Curve] = []
+        gaps: list[Curve] = []
+        for protocol in cli.signals:
+            of_one = of_protocol(found, protocol)
+            truth = [_over_budget(of_one, budget, x, lambda measured: measured.correct_I, RATE) for x in at]
+            gap = [_over_budget(of_one, budget, x, lambda measured: measured.gap_I, DIFFERENCE_OF_RATES) for x in at]
+            right.append(curve(protocol, at, truth))
+            gaps.append(curve(protocol, at, gap))
+            means = [" ".join(f"{one.mean:.2f}" for one in of[1:-1]) for of in (truth, gap)]
+            row = [name, protocol, cell(truth[0]), means[0], cell(truth[-1]), cell(gap[0]), means[1], cell(gap[-1])]
+            rows.append(row)
+        panels[f"{name}: right answers"] = (right, budget, "right")
+        panels[f"{name}: hacking gap"] = (gaps, budget, "accepted minus right")
+    names = [
+        "judge",
+        "signal",
+        "right, before",
+        "on the way",
+        "right, after",
+        "gap, before",
+        "on the way",
+        "gap, after",
+    ]
+    taken = least(runs[cells[0].name], budget)
+    title = f"Truth and hacking gap, by quarters of about {taken:.0f} sampled tokens, mean [95 % interval]"
+    return Drawn([Section(title, names, rows)], panels, scope_of(next(iter(runs.values()))), [BIAS_NOTE])
+
+
+BIAS_NOTE = (
+    "A biased judge gives the favoured verdict at the stated rate where its bias applies, and is right elsewhere. It "
+    "favours, by position, steps of the first half of an answer; by length, claims of 12 characters or more; by sycophancy, "
+    "what the speech says of the step, so that it never applies to direct judging."
+)
+
+
+def _over_budget(
+    runs: Sequence[Run],
+    budget: str,
+    x: float,
+    values: Callable[[Measured], Sequence[float]],
+    bounds: tuple[float, float],
+    part: str | None = None,
+) -> Estimate:
+    """Of the policies that runs had when they had taken `x` of a budget."""
+    return over(runs, lambda run: at_budget(run, budget, x, values), bounds, part)
+
+
+ROUNDS = {0: "direct", 1: "debate", 2: "debate_rebuttal"}
+THREE = ("sampled tokens", "all tokens", "judge checks")
+
+
+async def budgets(cli: FigureConfig, folder: Path) -> Drawn | None:
+    """Right answers about facts that training never shows, by three budgets, with 0, 1 and 2 rounds of speeches."""
+    tuned = {} if cli.quick else {"tune": "true"}
+    fixed = {"protocols": ",".join(ROUNDS.values()), "tokens": str(form_of(cli).tokens), "curves": str(POINTS), **tuned}
+    plan = await planned(cli, folder, [Cell({}, ("dataset=facts",))], fixed)
+    await announce(plan)
+    if cli.only_plan:
+        return None
+    (runs,) = (await run_cells(plan)).values()
+    part = "unseen" if "unseen" in parts(runs) else None
+    rows: list[list[str]] = []
+    panels: dict[str, tuple[Sequence[Curve], str, str]] = {}
+    for budget in THREE:
+        lines: list[Curve] = []
+        same = least(runs, budget)
+        none = of_protocol(runs, ROUNDS[0])
+        for rounds, protocol in ROUNDS.items():
+            of_one = of_protocol(runs, protocol)
+            end = least(of_one, budget)
+            at = [end * i / POINTS for i in range(POINTS + 1)]
+            found = [_over_budget(of_one, budget, x, lambda measured: measured.correct_I, RATE, part) for x in at]
+            lines.append(curve(f"{rounds} rounds", at, found))
+            there = [
+                _over_budget(of_one, budget, same, lambda measured: measured.correct_I, RATE, of)
+                for of in dict.fromkeys((part, *(name for name in parts(runs) if name != part), None))
+            ]
+            ahead = cell(_lead_at(of_one, none, budget, same, part)) if rounds else ""
+            rows.append([budget, f"{same:.0f}", str(rounds), protocol, *map(cell, there), ahead])
+        panels[budget] = (lines, budget, f"right, {part or 'all'}")
+    named = dict.fromkeys((part or "all", *(name for name in parts(runs) if name != part), "all"))
+    names = [
+        "budget",
+        "at",
+        "rounds",
+        "signal",
+        *(f"right, {name}" for name in named),
+        f"minus 0 rounds, {part or 'all'}",
+    ]
+    title = "Right held-out answers at equal budgets, the least that all runs have taken, mean [95 % interval]"
+    return Drawn([Section(title, names, rows), _spent(runs)], panels, scope_of(runs))
+
+
+def _lead_at(runs: Sequence[Run], others: Sequence[Run], budget: str, x: float, part: str | None) -> Estimate:
+    """`lead`, of the policies at `x` of a budget."""
+    theirs = {(run.base, run.seed): at_budget(run, budget, x, lambda measured: measured.correct_I) for run in others}
+
+    def ahead(run: Run) -> list[float]:
+        mine = at_budget(run, budget, x, lambda measured: measured.correct_I)
+        return [one - other for one, other in zip(mine, theirs[run.base, run.seed], strict=True)]
+
+    return over([run for run in runs if (run.base, run.seed) in theirs], ahead, DIFFERENCE_OF_RATES, part)
+
+
+def _spent(runs: Sequence[Run]) -> Section:
+    """What each signal took, and with which settings."""
+    rows: list[list[str]] = []
+    for protocol in dict.fromkeys(run.protocol for run in runs):
+        of_one = of_protocol(runs, protocol)
+        ends = [run.points[-1] for run in of_one]
+        means = [np.mean([value(end) for end in ends]) for value in BUDGETS.values()]
+        tuned = (
+            [f"{of_one[0].learning_rate:g}", str(of_one[0].group_size)]
+            if of_one[0].learning_rate
+            else ["given", "given"]
+        )
+        rows.append([protocol, *(f"{mean:.0f}" for mean in means), *tuned])
+    return Section("What the runs took, means", ["signal", *BUDGETS, "learning rate", "group size"], rows)
