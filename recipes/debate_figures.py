@@ -4,7 +4,7 @@
     python -m recipes.debate_figures figure=kenton quick=true           # how often judges are right, by protocol and by judge
     python -m recipes.debate_figures figure=persuasiveness quick=true   # best of N speeches: Elo against the judge's accuracy
     python -m recipes.debate_figures figure=bias quick=true             # truth and hacking gap under a judge with a known bias
-    python -m recipes.debate_figures figure=budgets quick=true          # unseen facts by three budgets, with 0, 1 and 2 rounds
+    python -m recipes.debate_figures figure=budgets quick=true          # unseen facts by each budget, with 0, 1 and 2 rounds
     python -m recipes.debate_figures figure=phase sweep_dir=phase       # the full form, of six base models; the command goes on
     python -m recipes.debate_figures figure=phase worlds.12= worlds.24='base_models=FOLDER task=steps.py:Long'
 

@@ -240,11 +240,10 @@ def _over_budget(
 
 
 ROUNDS = {0: "direct", 1: "debate", 2: "debate_rebuttal"}
-THREE = ("sampled tokens", "all tokens", "judge checks")
 
 
 async def budgets(cli: FigureConfig, folder: Path) -> Drawn | None:
-    """Right answers about facts that training never shows, by three budgets, with 0, 1 and 2 rounds of speeches."""
+    """Right answers about facts that training never shows, by each budget, with 0, 1 and 2 rounds of speeches."""
     tuned = {} if cli.quick else {"tune": "true"}
     fixed = {"protocols": ",".join(ROUNDS.values()), "tokens": str(form_of(cli).tokens), "curves": str(POINTS), **tuned}
     plan = await planned(cli, folder, [Cell({}, ("dataset=facts",))], fixed)
@@ -255,7 +254,7 @@ async def budgets(cli: FigureConfig, folder: Path) -> Drawn | None:
     part = "unseen" if "unseen" in parts(runs) else None
     rows: list[list[str]] = []
     panels: dict[str, tuple[Sequence[Curve], str, str]] = {}
-    for budget in THREE:
+    for budget in BUDGETS:
         lines: list[Curve] = []
         same = least(runs, budget)
         none = of_protocol(runs, ROUNDS[0])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes import debate_study
+from recipes import debate_runs, debate_study
 from tests.debate.arena import decode, make_renderer, speech
 from tests.fakes import ScriptedCompleter
 from tests.sandbox.running import usable
@@ -150,7 +150,7 @@ class TestStudy:
     @pytest.mark.parametrize("protocol", OVERSIGHT)
     def test_every_control_is_a_dataset_of_the_study(self, protocol: ProtocolName, task: CodeTask) -> None:
         cli = cli_utils.parse(debate_study.CLIConfig, ["task=code", "num_test=2"])
-        builder = debate_study.dataset_builder(cli, protocol, 0, 2, 1)
+        builder = debate_runs.dataset_builder(cli, protocol, 0, 2, 1)
         builder.check()
         train, _ = asyncio.run(builder())
         assert len(train.get_batch(0)) == 2

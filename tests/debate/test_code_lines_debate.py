@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes import debate_study
+from recipes import debate_runs, debate_study
 from tests.debate.arena import make_renderer, speech
 from tests.fakes import ScriptedCompleter
 from tinker_cookbook.cli_utils import parse
@@ -102,7 +102,7 @@ class TestProtocols:
     @pytest.mark.parametrize("protocol", OVERSIGHT)
     def test_every_signal_is_a_dataset_of_the_study(self, protocol: ProtocolName) -> None:
         cli = parse(debate_study.CLIConfig, ["task=code_lines", "num_test=2", "model_name=tiny_chat"])
-        builder = debate_study.dataset_builder(cli, protocol, 0, 2, 1)
+        builder = debate_runs.dataset_builder(cli, protocol, 0, 2, 1)
         builder.check()
         assert len(asyncio.run(builder())[0].get_batch(0)) == 2
 

@@ -126,10 +126,13 @@ class TestFigures:
 
         _, rows, _ = figure("budgets", of_cell)
         assert [row[:4] for row in rows[::3]] == [
-            ["sampled tokens", "100", "0", "direct"], ["all tokens", "200", "0", "direct"], ["judge checks", "20", "0", "direct"]
+            ["sampled tokens", "100", "0", "direct"], ["all tokens", "200", "0", "direct"],
+            ["judge checks", "20", "0", "direct"], ["CPU seconds", "2", "0", "direct"],
         ]  # fmt: skip
-        assert [row[4][:4] for row in rows] == ["0.40", "0.80", "0.80", "0.40", "0.40", "0.40", "0.20", "0.80", "0.80"]
-        assert [row[-1][:4] for row in rows] == ["", "0.40", "0.40", "", "0.00", "0.00", "", "0.60", "0.60"]
+        right = ["0.40", "0.80", "0.80", "0.40", "0.40", "0.40", "0.20", "0.80", "0.80", "0.40", "0.80", "0.80"]
+        assert [row[4][:4] for row in rows] == right
+        ahead = ["", "0.40", "0.40", "", "0.00", "0.00", "", "0.60", "0.60", "", "0.40", "0.40"]
+        assert [row[-1][:4] for row in rows] == ahead
 
     def test_the_full_form_tunes_and_a_plan_runs_nothing(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
