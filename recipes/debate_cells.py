@@ -113,6 +113,7 @@ def parse(cli: CellKeys, folder: Path, cell: Cell, fixed: Mapping[str, str], bas
     given = {
         "seeds": ",".join(map(str, cli.seeds)),
         "processes": str(cli.processes),
+        "bases_dir": cli.bases_dir,
         "log_path": str(folder / cell.name),
         "behavior_if_log_dir_exists": "resume",
         **({"base_models": ",".join(bases)} if bases else {}),

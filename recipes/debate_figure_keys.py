@@ -1,5 +1,6 @@
 """The keys of recipes.debate_figures, and what its two forms run."""
 
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 import chz
@@ -24,6 +25,16 @@ FULL = Form((0, 1, 2, 3, 4, 5), (0.0, 0.1, 0.2, 0.3), (0.5, 0.8), 24_000, 16)
 QUICK = Form((), (0.0, 0.2), (0.8,), 12_000, 8)
 
 
+DIRECT = "direct"
+SIGNALS_OF: Mapping[str, tuple[str, ...]] = {
+    "phase": ("debate",),
+    "bias": ("debate", "consultancy", DIRECT),
+    "budgets": (DIRECT, "debate", "debate_rebuttal"),
+}
+"""With 0, 1 and 2 rounds of speeches, in budgets. Other figures have no training."""
+_SIGNALS_DOC = "; ".join(f"of {figure} {','.join(signals)}" for figure, signals in SIGNALS_OF.items())
+
+
 @chz.chz(typecheck=True)
 class FigureConfig(CellKeys):
     """Which figure, of what."""
@@ -44,9 +55,7 @@ class FigureConfig(CellKeys):
         default=(),
         doc=f"of bias: their sizes (step_judge.bias_rate); default {FULL.bias_rates}, quick {QUICK.bias_rates}",
     )
-    protocols: tuple[str, ...] = chz.field(
-        default=(), doc="of bias: the signals; default debate,consultancy,direct. Other figures have theirs"
-    )
+    protocols: tuple[str, ...] = chz.field(default=(), doc=f"the signals; default {_SIGNALS_DOC}")
     best_of: tuple[int, ...] = chz.field(
         default=(1, 2, 4, 8, 16),
         doc="of persuasiveness: N, from how many speeches the judge's favourite is taken; rising",
@@ -68,7 +77,7 @@ class FigureConfig(CellKeys):
             raise ConfigurationError(
                 f"best_of={self.best_of}: each must divide the last, which is how many are sampled"
             )
-        if self.protocols and self.figure != "bias":
+        if self.protocols and self.figure not in SIGNALS_OF:
             raise ConfigurationError(f"protocols: figure={self.figure} has signals of its own; leave it out")
 
     def settled(self) -> "FigureConfig":
@@ -85,5 +94,6 @@ class FigureConfig(CellKeys):
 
     @property
     def signals(self) -> tuple[str, ...]:
-        """Those of bias."""
-        return self.protocols or ("debate", "consultancy", "direct")
+        """Those of the figure, direct judging among them where they are compared with it."""
+        given = self.protocols or SIGNALS_OF[self.figure]
+        return given if self.figure == "bias" or DIRECT in given else (*given, DIRECT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 
 from recipes.debate_cells import (
@@ -17,9 +18,11 @@ from recipes.debate_cells import (
     run_cells,
     world_cells,
 )
-from recipes.debate_figure_keys import FULL, QUICK, FigureConfig, Form
-from recipes.debate_results import Measured, Run, by_base, lead, over, parts
+from recipes.debate_figure_keys import DIRECT, FULL, QUICK, FigureConfig, Form
+from recipes.debate_results import Measured, Run, by_base, gap, lead, over, parts
 from recipes.study_common import Section, cell
+from tinker_cookbook.debate.protocols import SPOKEN
+from tinker_cookbook.debate.signals import get_signal
 from tinker_cookbook.report.figures import Curve
 from tinker_cookbook.utils.intervals import DIFFERENCE_OF_RATES, RATE, Estimate
 from tinker_cookbook.utils.lazy import np
@@ -64,49 +67,49 @@ def of_protocol(runs: Sequence[Run], protocol: str) -> list[Run]:
 
 
 async def phase(cli: FigureConfig, folder: Path) -> Drawn | None:
-    """Debate minus direct judging, by the judge's error rate, in each world: a length, with the opponent's skill as measured."""
+    """Debate, or other signals, minus direct judging, by the judge's error rate, in each world: a length, with the opponent's
+    skill as measured.
+    """
     worlds = world_cells(cli, {"12": ""})
     cells = [
         Cell({"world": world, "error": error}, (f"step_judge.error_rate={error}", *keys))
         for world, keys in worlds.items()
         for error in cli.errors
     ]
-    fixed = {"protocols": "debate,direct", "tokens": str(form_of(cli).tokens)}
-    plan = await planned(cli, folder, cells, fixed)
+    plan = await planned(cli, folder, cells, {"protocols": ",".join(cli.signals), "tokens": str(form_of(cli).tokens)})
     await announce(plan)
     if cli.only_plan:
         return None
     runs = await run_cells(plan)
     rows: list[list[str]] = []
     lines: list[Curve] = []
-    for world in worlds:
-        of_world = [(error, runs[Cell({"world": world, "error": error}).name]) for error in cli.errors]
-        surest = of_protocol(of_world[0][1], "debate")
-        finds = (
-            over(surest, lambda run: [1 - rate for rate in run.before.rates_I(False)]) if of_world[0][0] == 0 else None
-        )
+    for world, signal in product(worlds, [name for name in cli.signals if name != DIRECT]):
+        of_world = {error: runs[Cell({"world": world, "error": error}).name] for error in cli.errors}
+        finds = _finds(of_protocol(of_world[0.0], signal)) if 0.0 in of_world else None
         ahead: list[Estimate] = []
-        for error, found in of_world:
-            debate, direct = of_protocol(found, "debate"), of_protocol(found, "direct")
-            ahead.append(lead(debate, direct))
-            right = [over(one, lambda run: run.after.correct_I) for one in (debate, direct)]
+        for error, found in of_world.items():
+            of_one, direct = of_protocol(found, signal), of_protocol(found, DIRECT)
+            ahead.append(lead(of_one, direct))
+            right = [over(each, lambda run: run.after.correct_I) for each in (of_one, direct)]
             before = over([of_base[0] for of_base in by_base(direct)], lambda run: run.before.correct_I)
-            rows.append([world, cell(finds), f"{error:g}", cell(before), *map(cell, right), cell(ahead[-1])])
-        lines.append(curve(world, cli.errors, ahead))
-    names = [
-        "world",
-        "opponent finds a wrong step",
-        "judge's error",
-        "right, before",
-        "debate",
-        "direct",
-        "debate minus direct",
-    ]
-    title = "Right held-out answers after training by debate and by direct judging, mean [95 % interval]"
-    every = next(iter(runs.values()))
-    words = "What the opponent finds is measured before training with a judge without errors (errors=0,...)."
-    panels = {"advantage of debate": (lines, "judge's error rate", "debate minus direct")}
-    return Drawn([Section(title, names, rows)], panels, scope_of(every), [words])
+            numbers = [finds, before, *right, ahead[-1], gap(of_one)]
+            rows.append([world, signal, f"{error:g}", *map(cell, numbers)])
+        lines.append(curve(f"{world}, {signal}", cli.errors, ahead))
+    names = ["world", "signal", "judge's error", "a wrong answer is rejected, before", "right, before", "right, after"]
+    names += ["direct: right, after", "minus direct", "hacking gap, after"]
+    title = "Right held-out answers after training, mean [95 % interval]"
+    words = (
+        "How many wrong answers are rejected before training, with a judge without errors (errors=0,...), is the skill of the "
+        "opponent, or of who else names the step."
+    )
+    panels = {"advantage over direct judging": (lines, "judge's error rate", "right, minus direct")}
+    return Drawn([Section(title, names, rows)], panels, scope_of(next(iter(runs.values()))), [words])
+
+
+def _finds(runs: Sequence[Run]) -> Estimate:
+    """Share of the untrained policy's wrong answers that are rejected."""
+    one_each = [of_base[0] for of_base in by_base(runs)]
+    return over(one_each, lambda run: [1 - rate for rate in run.before.rates_I(False)])
 
 
 JUDGED = ("consultancy", "debate", "direct")
@@ -197,11 +200,20 @@ async def bias(cli: FigureConfig, folder: Path) -> Drawn | None:
         for protocol in cli.signals:
             of_one = of_protocol(found, protocol)
             truth = [_over_budget(of_one, budget, x, lambda measured: measured.correct_I, RATE) for x in at]
-            gap = [_over_budget(of_one, budget, x, lambda measured: measured.gap_I, DIFFERENCE_OF_RATES) for x in at]
+            hacked = [_over_budget(of_one, budget, x, lambda measured: measured.gap_I, DIFFERENCE_OF_RATES) for x in at]
             right.append(curve(protocol, at, truth))
-            gaps.append(curve(protocol, at, gap))
-            means = [" ".join(f"{one.mean:.2f}" for one in of[1:-1]) for of in (truth, gap)]
-            row = [name, protocol, cell(truth[0]), means[0], cell(truth[-1]), cell(gap[0]), means[1], cell(gap[-1])]
+            gaps.append(curve(protocol, at, hacked))
+            means = [" ".join(f"{one.mean:.2f}" for one in of[1:-1]) for of in (truth, hacked)]
+            row = [
+                name,
+                protocol,
+                cell(truth[0]),
+                means[0],
+                cell(truth[-1]),
+                cell(hacked[0]),
+                means[1],
+                cell(hacked[-1]),
+            ]
             rows.append(row)
         panels[f"{name}: right answers"] = (right, budget, "right")
         panels[f"{name}: hacking gap"] = (gaps, budget, "accepted minus right")
@@ -239,13 +251,12 @@ def _over_budget(
     return over(runs, lambda run: at_budget(run, budget, x, values), bounds, part)
 
 
-ROUNDS = {0: "direct", 1: "debate", 2: "debate_rebuttal"}
-
-
 async def budgets(cli: FigureConfig, folder: Path) -> Drawn | None:
-    """Right answers about facts that training never shows, by each budget, with 0, 1 and 2 rounds of speeches."""
+    """Right answers about facts that training never shows, by each budget; direct judging, debate and debate_rebuttal have 0, 1
+    and 2 rounds of speeches.
+    """
     tuned = {} if cli.quick else {"tune": "true"}
-    fixed = {"protocols": ",".join(ROUNDS.values()), "tokens": str(form_of(cli).tokens), "curves": str(POINTS), **tuned}
+    fixed = {"protocols": ",".join(cli.signals), "tokens": str(form_of(cli).tokens), "curves": str(POINTS), **tuned}
     plan = await planned(cli, folder, [Cell({}, ("dataset=facts",))], fixed)
     await announce(plan)
     if cli.only_plan:
@@ -257,19 +268,19 @@ async def budgets(cli: FigureConfig, folder: Path) -> Drawn | None:
     for budget in BUDGETS:
         lines: list[Curve] = []
         same = least(runs, budget)
-        none = of_protocol(runs, ROUNDS[0])
-        for rounds, protocol in ROUNDS.items():
+        none = of_protocol(runs, DIRECT)
+        for protocol in cli.signals:
             of_one = of_protocol(runs, protocol)
             end = least(of_one, budget)
             at = [end * i / POINTS for i in range(POINTS + 1)]
             found = [_over_budget(of_one, budget, x, lambda measured: measured.correct_I, RATE, part) for x in at]
-            lines.append(curve(f"{rounds} rounds", at, found))
+            lines.append(curve(protocol, at, found))
             there = [
                 _over_budget(of_one, budget, same, lambda measured: measured.correct_I, RATE, of)
                 for of in dict.fromkeys((part, *(name for name in parts(runs) if name != part), None))
             ]
-            ahead = cell(_lead_at(of_one, none, budget, same, part)) if rounds else ""
-            rows.append([budget, f"{same:.0f}", str(rounds), protocol, *map(cell, there), ahead])
+            ahead = cell(_lead_at(of_one, none, budget, same, part)) if protocol != DIRECT else ""
+            rows.append([budget, f"{same:.0f}", str(rounds_of(protocol)), protocol, *map(cell, there), ahead])
         panels[budget] = (lines, budget, f"right, {part or 'all'}")
     named = dict.fromkeys((part or "all", *(name for name in parts(runs) if name != part), "all"))
     names = [
@@ -282,6 +293,12 @@ async def budgets(cli: FigureConfig, folder: Path) -> Drawn | None:
     ]
     title = "Right held-out answers at equal budgets, the least that all runs have taken, mean [95 % interval]"
     return Drawn([Section(title, names, rows), _spent(runs)], panels, scope_of(runs))
+
+
+def rounds_of(signal: str) -> int:
+    """Speeches of a speaker."""
+    of_signal = get_signal(signal)
+    return of_signal.rounds if of_signal.protocol in SPOKEN else 0
 
 
 def _lead_at(runs: Sequence[Run], others: Sequence[Run], budget: str, x: float, part: str | None) -> Estimate:

@@ -12,6 +12,7 @@ import pandas
 import pytest
 
 from recipes import debate_cells, debate_figures, debate_kinds, debate_persuasion
+from recipes.debate_bases import base_name
 from recipes.debate_cells import Cell, at_budget, least, planned
 from recipes.debate_figures import FIGURES, CLIConfig
 from recipes.debate_keys import StudyConfig
@@ -53,6 +54,16 @@ class TestCells:
         assert [config.base_models for config in configs.values()] == [("ours",), ("a/long",)]
         with pytest.raises(ConfigurationError, match="refuses these keys"):
             asyncio.run(planned(cli, tmp_path, [Cell({"world": "x"}, ("no_such_key=1",))], {}))
+
+    def test_a_world_s_base_models_are_made_where_the_figure_s_are(self, tmp_path: Path) -> None:
+        """Of a length of their own, say; this one is there already."""
+        place = tmp_path / "kept" / base_name(0, {"share": "0.5"})
+        place.mkdir(parents=True)
+        (place / "config.json").write_text("{}")
+        cli = CLIConfig(figure="phase", bases_dir=str(tmp_path / "kept"))
+        long = Cell({"world": "long"}, ("base_seeds=0", "base.share=0.5"))
+        (config,) = asyncio.run(planned(cli, tmp_path, [long], {})).configs.values()
+        assert config.base_models == (str(place),) and config.base_seeds == ()
 
     def test_between_two_points_a_policy_is_on_the_line(self) -> None:
         one = run("debate", 0.8, tokens=100, read=300, checks=10)
@@ -97,12 +108,25 @@ class TestFigures:
             ((), 0.0, (0,), 12_000), ((), 0.2, (0,), 12_000), (("a/long",), 0.0, (0,), 12_000), (("a/long",), 0.2, (0,), 12_000)
         ]  # fmt: skip
         # Of two wrong answers one is rejected before training.
-        assert [row[:3] for row in rows][:2] == [["12", "0.50 [0.00, 1.00]", "0"], ["12", "0.50 [0.00, 1.00]", "0.2"]]
-        assert [row[-1][:4] for row in rows] == ["0.40", "0.20", "0.40", "0.20"]
+        assert [row[:4] for row in rows][:2] == [
+            ["12", "debate", "0", "0.50 [0.00, 1.00]"], ["12", "debate", "0.2", "0.50 [0.00, 1.00]"]
+        ]  # fmt: skip
+        assert [row[-2][:4] for row in rows] == ["0.40", "0.20", "0.40", "0.20"]
+        assert [row[-1][:5] for row in rows] == ["-0.40", "-0.20", "-0.40", "-0.20"]
         said = capsys.readouterr().out
         assert "8 runs in" in said and "Expected: 8 runs to go" in said
         table = pandas.read_parquet(tmp_path / "rows.parquet")
         assert set(table["world"]) == {"12", "24"} and set(table["error"]) == {0.0, 0.2}
+
+    def test_other_signals_are_compared_with_direct_judging_too(self, figure: Any) -> None:
+        def of_cell(config: StudyConfig, protocol: str) -> Run:
+            return run(protocol, {"debate": 0.9, "debate_unpaid": 0.7, "direct": 0.5}[protocol])
+
+        _, rows, _ = figure("phase", of_cell, errors=(0.1,), protocols=("debate", "debate_unpaid"))
+        assert [(row[1], row[3], row[-2][:4]) for row in rows] == [
+            ("debate", "", "0.40"),
+            ("debate_unpaid", "", "0.20"),
+        ]
 
     def test_bias(self, figure: Any) -> None:
         def of_cell(config: StudyConfig, protocol: str) -> Run:
@@ -153,7 +177,7 @@ class TestFigures:
     @pytest.mark.parametrize(
         ("keys", "named"),
         [({"figure": "bias", "biases": ("age",)}, "biases=age"), ({"figure": "phase", "errors": (1.0,)}, "errors"),
-         ({"figure": "phase", "protocols": ("debate",)}, "figure=phase has signals of its own"),
+         ({"figure": "kenton", "protocols": ("debate",)}, "figure=kenton has signals of its own"),
          ({"figure": "persuasiveness", "best_of": (2, 4)}, "best_of"),
          ({"figure": "persuasiveness", "best_of": (1, 3, 4)}, "must divide")],
     )  # fmt: skip
