@@ -1,6 +1,7 @@
 """The shipped tiny_debate is what the study of debate counts on; its questions and texts hold what they promise."""
 
 import hashlib
+import json
 import random
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from recipes.common import max_tokens_for
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.debate.dispute import narrow
 from tinker_cookbook.debate.transcript import Turn
@@ -17,7 +19,7 @@ from tinker_cookbook.env.task import TaskItem
 from tinker_cookbook.env.tasks import get_task
 from tinker_cookbook.utils.files import read_jsonl
 from tools.make_tiny_debate.__main__ import STAGES, CLIConfig, generate, keys_of
-from tools.make_tiny_debate.corpus import KINDS, Writers, verdict
+from tools.make_tiny_debate.corpus import KINDS, Writers, answer_text, verdict
 from tools.make_tiny_debate.data_files import rows_of, write_all
 from tools.make_tiny_debate.disputes import bisection, conversations, estimates
 from tools.make_tiny_debate.figures import measure, task_of
@@ -227,6 +229,17 @@ class TestLengths:
         ]  # fmt: skip
         assert keys_of(made[24]) == " out_dir=x steps=24"
         assert keys_of(CLIConfig(seed=2, objection_skill=0.5, out_dir="x")) == " out_dir=x seed=2 objection_skill=0.5"
+
+    @pytest.mark.parametrize("steps", LENGTHS)
+    def test_a_reply_has_room_for_the_answer_unasked(self, steps: int, tmp_path: Path) -> None:
+        config = json.loads((TINY / "config.json").read_text())
+        context = CLIConfig(steps=steps).longest
+        (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": context}))
+        longest = max_tokens_for(str(tmp_path))
+        assert longest == {6: 64, 12: 64, 24: 128, 48: 256}[steps]
+        tokenizer = AutoTokenizer.from_pretrained(TINY)
+        answers = [answer_text(trail(start, steps)) for start in STARTS]
+        assert max(len(tokenizer.encode(text, add_special_tokens=False)) for text in answers) < longest
 
     @pytest.mark.parametrize("keys", [{"steps": 13}, {"objection_skill": 1.5}, {"share": 0.0}])
     def test_what_cannot_be_made(self, keys: dict[str, float]) -> None:

@@ -14,7 +14,7 @@ from tinker_cookbook.debate.judges import KeyJudge
 from tinker_cookbook.debate.oversight import OversightProtocol
 from tinker_cookbook.debate.transcript import Turn
 from tinker_cookbook.env.shipped.questions.code_inputs import CodeInputsTask
-from tinker_cookbook.env.shipped.questions.collatz import CollatzTask
+from tinker_cookbook.env.shipped.questions.collatz import LABELS, CollatzTask
 from tinker_cookbook.env.shipped.questions.sorting import SortingTask, trace
 from tinker_cookbook.env.steps import Step
 from tinker_cookbook.env.task import TaskItem
@@ -107,6 +107,17 @@ class TestBisection:
         assert "l is wrong" not in decode(RENDERER, policy.heard[0][-1]), (
             "what is said against one's answer goes unheard"
         )
+
+    def test_at_one_check_an_honest_examiner_finds_what_chance_does_not(self) -> None:
+        found, by_chance = 0, 0
+        for i, label in enumerate(LABELS):
+            examined, _ = play("bisection", [[RIGHT, *[f"{label} is wrong."] * 4], [trail(label), "hm"]], key=(i, 0))
+            drawn, _ = play("direct", [[trail(label)]], key=(i, 0))
+            checks = examined.metrics_G[1]["debate/judge_checks"], drawn.metrics_G[0]["debate/judge_checks"]
+            assert checks == (1.0, 1.0)
+            found += rewards(examined)[1][0] == 0.0
+            by_chance += rewards(drawn)[0][0] == 0.0
+        assert found == 12 and by_chance <= 4
 
     def test_who_reconsiders_too_late_lets_the_answer_pass(self) -> None:
         group, _ = play("bisection", [[RIGHT, "h is wrong.", "c is wrong."], [WRONG, "hm"]])

@@ -253,8 +253,10 @@ def test_each_judge_of_a_step_with_each_signal(protocol: str, judge: str, monkey
         env=env, model_name=TINY, renderer_name="qwen3_instruct", groups_per_batch=1, group_size=4, num_batches=1
     )
     speeches = ("c is wrong.", "b is wrong.", "a is right.", "nothing")
-    said = {i: [trail("c" if i % 2 else ""), speeches[i], "nothing"] for i in range(4)}
+    said = {i: [trail("c" if i % 2 else ""), speeches[i], speeches[i]] for i in range(4)}
     spoken = {i: [speech(RENDERER, text) for text in texts] for i, texts in said.items()}
+    if protocol == "bisection":  # whose second speech names nothing: it has said all
+        spoken = {i: [*turns[:2], speech(RENDERER, "nothing")] for i, turns in spoken.items()}
 
     async def play_one() -> TrajectoryGroup:
         task, _, _ = env.read(dataset)
@@ -264,9 +266,7 @@ def test_each_judge_of_a_step_with_each_signal(protocol: str, judge: str, monkey
 
     group = asyncio.run(play_one())
     signal = SIGNALS[protocol]
-    turns = [1 + signal.rounds if signal.protocol in SPOKEN else 1] * 4
-    if protocol == "bisection":
-        turns = [3, 3, 3, 2]
+    turns = [3, 3, 3, 2] if protocol == "bisection" else [1 + signal.rounds if signal.protocol in SPOKEN else 1] * 4
     assert [len(trajectory.transitions) for trajectory in group.trajectories_G] == turns
     accepted = [record.content["accepted"] for record in group.records]
     if env.num_speakers == 1:  # else a member also needs the verdict on the answer that it objects to

@@ -94,11 +94,11 @@ class OversightProtocol(DebateProtocol):
         signal, wording = get_signal(name), Wording(confidence="")
         if signal.needs_steps:
             stepwise = require_steps(task, f"protocol={name}")
-            asked = stepwise.estimate_request if signal.protocol == "prover_estimator" else stepwise.objection_request
+            objection = stepwise.objection_request
             wording = replace(
                 wording,
-                rebuttal=asked,
-                closing=asked,
+                rebuttal=stepwise.estimate_request if signal.protocol == "prover_estimator" else objection,
+                closing=objection,
                 support=stepwise.support_request,
                 narrowing=stepwise.narrowing_request,
             )
@@ -112,9 +112,9 @@ class OversightProtocol(DebateProtocol):
 
     @property
     def turn_names(self) -> Sequence[str]:
-        rounds = self.signal.rounds
-        later = ["speech"] * rounds if self.signal.protocol == "bisection" else ["speech", "rebuttal"][:rounds]
-        return ("answer", *later)
+        if self.signal.protocol == "bisection":
+            return ("answer", *["speech"] * self.signal.rounds)
+        return ("answer", "speech", "rebuttal")
 
     async def transcript(self, item: TaskItem, key: tuple[int, ...]) -> Transcript:
         """A new debate."""
@@ -165,7 +165,7 @@ class OversightProtocol(DebateProtocol):
         if not chosen:
             return _holds(transcript.objects)
         verdict = _holds(True)
-        spoken = None if not signal.named else "wrong" if signal.protocol == "debate" else "right"
+        spoken = None if not signal.named else "wrong" if transcript.objects else "right"
         for i, step in enumerate(chosen):
             checked = await task.check_step(transcript.item, answer.text, step)
             transcript.checked[seat] = [*transcript.checked.get(seat, []), checked]
@@ -182,18 +182,15 @@ class OversightProtocol(DebateProtocol):
         return verdict
 
     def _named(self, transcript: Transcript, seat: Seat, steps: Sequence[Step]) -> Step | None:
-        """The step of the seat's answer that was named last, by who speaks about it; a rebuttal may name none."""
+        """The step of the seat's answer that was named last, by who speaks about it."""
         speaker = seat.opponent if transcript.objects else seat
         if isinstance(transcript, Dispute):
             return transcript.narrowed(speaker).named
-        task = require_steps(self.task, f"protocol={self.name}")
         _, *speeches = transcript.turns[speaker]
-        named = [
-            step
-            for speech in speeches
-            if not speech.malformed and (step := task.step_of_speech(transcript.item, steps, speech.text)) is not None
-        ]
-        return named[-1] if named else None
+        task = require_steps(self.task, f"protocol={self.name}")
+        said = [task.step_of_speech(transcript.item, steps, speech.text) for speech in speeches if not speech.malformed]
+        named = [step for step in said if step is not None]
+        return named[-1] if named else None  # who names none in a rebuttal stands by the objection
 
     def metrics(self, members: Sequence[Member], trajectories_G: Sequence[Trajectory]) -> list[Metrics]:
         per_member = [_metrics(*member, has_judge=self.signal.has_judge) for member in members]
