@@ -25,7 +25,7 @@ _NO_ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 @contextmanager
 def without_torch() -> Generator[None]:
     """Within, torch cannot be imported. The SDK's types and transformers' tokenizers import it where it can be had, for 180 MiB
-    and two seconds, and do without it otherwise. This process computes nothing: the engine has one of its own (engine_process.py).
+    and two seconds, and do without it otherwise. This process computes nothing; the engine has its own (engine_process.py).
     What calls torch later imports it then: the first chat that must call a tool.
     """
     modules = cast(dict[str, Any], sys.modules)
