@@ -6,6 +6,8 @@ python -m tinker_local_backend.server models=A,B host=0.0.0.0 port=8000 api_keys
 
 import os
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any, cast
 
 from tinker_local_backend.command import fail, parse
@@ -20,27 +22,32 @@ INSTALL = "pip install 'fastapi>=0.115' 'httptools>=0.6.4' 'prometheus-client>=0
 _NO_ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 
 
-def without_torch() -> None:
-    """Keep torch out of this process, which computes nothing: the engine has one of its own (engine_process.py). The SDK's types
-    and transformers' tokenizers import torch where it can be had, for 180 MiB and two seconds, and do without it otherwise.
+@contextmanager
+def without_torch() -> Generator[None]:
+    """Within, torch cannot be imported. The SDK's types and transformers' tokenizers import it where it can be had, for 180 MiB
+    and two seconds, and do without it otherwise. This process computes nothing; the engine has its own (engine_process.py).
+    What calls torch later imports it then: the first chat that must call a tool.
     """
-    cast(dict[str, Any], sys.modules).setdefault("torch", None)
+    modules = cast(dict[str, Any], sys.modules)
+    if "torch" in modules:
+        yield
+        return
     before = os.environ.get(_NO_ADVICE)
-    os.environ[_NO_ADVICE] = "1"  # that there is no torch is not news
-    import transformers  # noqa: F401
-
-    if before is None:
-        del os.environ[_NO_ADVICE]
-    else:
-        os.environ[_NO_ADVICE] = before
+    modules["torch"], os.environ[_NO_ADVICE] = None, "1"  # that there is no torch is not news
+    try:
+        yield
+    finally:
+        del modules["torch"], os.environ[_NO_ADVICE]
+        if before is not None:
+            os.environ[_NO_ADVICE] = before
 
 
 def main(config: ServerConfig) -> None:
     try:
         refuse("the server")
-        without_torch()
-        from tinker_cookbook.serving.formats import ServedFormats
-        from tinker_local_backend.server.run import serve
+        with without_torch():
+            from tinker_cookbook.serving.formats import ServedFormats
+            from tinker_local_backend.server.run import serve
     except LocalBackendError as error:
         fail(error)
     except ModuleNotFoundError as error:
