@@ -52,7 +52,8 @@ def scope_of(runs: Sequence[Run]) -> str:
     bases, seeds, steps = len(by_base(runs)), len({run.seed for run in runs}), runs[0].steps
     over_what = [f"{bases} base models"] if bases > 1 else []
     over_what += [f"{seeds} run seeds"] if steps and seeds > 1 else []
-    clusters = "questions (those about one planted fact together)" if parts(runs) else "questions"
+    clustered = any(":" in part for part in runs[0].after.parts_I)
+    clusters = "questions (those of one cluster together)" if clustered else "questions"
     one = " of one base model" if bases == 1 else ""
     return f"Intervals are over {' and '.join([*over_what, clusters])}{one}."
 
