@@ -96,7 +96,7 @@ def test_a_section_that_hangs_is_ended_at_its_time(monkeypatch: pytest.MonkeyPat
         measured.touch()
         threading.Event().wait()
 
-    clock = SimpleNamespace(monotonic=lambda: 1000.0 if measured.exists() else 0.0)
+    clock = SimpleNamespace(monotonic=lambda: 10_000.0 if measured.exists() else 0.0)
     monkeypatch.setattr(command, "time", clock)
     code, report = run_it(monkeypatch, tmp_path, run)
     assert code == 1
