@@ -76,7 +76,7 @@ def test_every_key_is_shown_with_its_default(name: str) -> None:
     fields = chz.chz_fields(cls)
     assert {key.partition(".")[0] for key in shown} == set(fields)
     required = {key for key, field in fields.items() if isinstance(default_of(field), MISSING_TYPE)}
-    config = cls(**{key: "given" for key in required})
+    config = cls(**{key: next(iter(get_args(fields[key].x_type)), "given") for key in required})
     for key, text in shown.items():
         head, _, rest = key.partition(".")
         value = getattr(config, head)
