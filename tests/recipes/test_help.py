@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from typing import get_args
 
 import chz
 import pytest
