@@ -88,7 +88,7 @@ class TestBeforeAnyModelIsLoaded:
                 (
                     recipe,
                     "task=poetry",
-                    "task='poetry' is unknown; use code, code_inputs, code_lines, coin, collatz, collatz_24, collatz_48, collatz_6",
+                    "task='poetry' is unknown; use code, code_inputs, code_lines, coin, collatz, collatz_24, collatz_48",
                 )
                 for recipe in TASK_RECIPES
             ),
