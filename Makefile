@@ -28,7 +28,9 @@ CHOOSE_INDEX = index=$$($(PYTHON) -m tools.torch_index)
 # Not in constraints.txt: builds of torch for CUDA bring a triton of their own, which must stay.
 TRITON := triton==3.9.0
 # What test-compiled compiles with: the newest, and that of torch 2.11, which GPU images have. Each in a folder that goes before .venv.
-TRITONS := $(patsubst triton==%,%,$(TRITON)) 3.6.0
+# test-kernels takes the newest: the interpreter of 3.6 cannot run beside numpy 2.4.
+NEWEST_TRITON := $(patsubst triton==%,%,$(TRITON))
+TRITONS := $(NEWEST_TRITON) 3.6.0
 
 # What test-install installs beside the wheel: downloaded, or present, those of .venv.
 PACKAGES := downloaded
@@ -137,8 +139,8 @@ test-faults: $(STAMP)
 test-gpu: $(STAMP)
 	@TINKER_TEST_DEVICE=cuda OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest tests/engine -n 4 --dist loadfile -q
 
-test-kernels: $(STAMP)
-	@$(BIN) -c 'import triton' 2>/dev/null || $(PIP) $(TRITON)
+test-kernels: export PYTHONPATH := .triton-$(NEWEST_TRITON)
+test-kernels: $(STAMP) .triton-$(NEWEST_TRITON)/.installed
 	@TRITON_INTERPRET=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest tests/engine/cuda \
 		-m '$(if $(filter interpreted,$(KERNELS)),kernels,kernels or slow)' -n 2 -q
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest tests/compiled/test_smoke.py -m compiled -q

@@ -259,7 +259,8 @@ def test_test_all_runs_them_in_order_until_one_fails(checkout: Checkout) -> None
 
 def test_the_kernels_alone_are_the_first_part_of_all(checkout: Checkout) -> None:
     checkout.make("test")
-    alone = checkout.make("test-kernels", KERNELS="interpreted")[1]
+    install, *alone = checkout.make("test-kernels", KERNELS="interpreted")[1]
+    assert install.endswith("--target .triton-3.9.0 triton==3.9.0"), "once, beside what the environment has"
     every = checkout.make("test-kernels")[1]
     smoke = "-m pytest tests/compiled/test_smoke.py -m compiled -q"
     assert alone == ["-m pytest tests/engine/cuda -m kernels -n 2 -q", smoke] and len(every) == 3
