@@ -52,7 +52,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     pytest.importorskip("fastapi", reason="the extra `server` is not installed")
     from tinker_cookbook.data.shipped import shipped_model
 
-    models = ",".join(shipped_model(name) for name in ("tiny_chat", "tiny_debate"))
+    models = ",".join(shipped_model(name) for name in ("tiny_chat", "tiny_debate", "tiny_vision"))
     # Far fewer than there are runs: each tells the server that it is done.
     with Serving(tmp_path_factory.mktemp("home"), model=None, models=models, max_models=2) as serving:
         yield serving
