@@ -40,8 +40,8 @@ POLL_SECONDS = 0.5
 SHARE_BEFORE_KILL = 0.85
 """of its time after which a section begins nothing new; at the end of it the process is killed"""
 
-
 SECONDS = {"cuda": 600.0, "cpu": 3600.0}
+"""Time for everything, by device, where none is given."""
 
 
 @chz.chz(typecheck=True)
@@ -56,7 +56,8 @@ class Config:
     )
     device: Literal["auto", "cuda", "cpu"] = chz.field(default="auto", doc="auto: cuda when torch sees one, else cpu")
     scale: Literal["auto", "full", "tiny"] = chz.field(
-        default="auto", doc="full: Qwen3-0.6B and 4B shapes; tiny: a try in a minute or two; auto: full on cuda"
+        default="auto",
+        doc="full: Qwen3-0.6B and 4B shapes; tiny: a try, a quarter of an hour on a CPU; auto: full on cuda",
     )
     only: list[str] | None = chz.field(
         default=None,
