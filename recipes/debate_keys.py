@@ -35,24 +35,13 @@ class Setting(NamedTuple):
 
 
 @chz.chz(typecheck=True)
-class StudyKeys:
+class Compared:
     """What is compared."""
 
     protocols: tuple[str, ...] = chz.field(default=OVERSIGHT, doc=f"which to compare: {', '.join(SIGNALS)}")
-    base_models: tuple[str, ...] = chz.field(
-        default=(), doc="folders or ids of base models, each studied with every protocol and seed; default: model_name"
-    )
-    quick: bool = chz.field(
-        default=False, doc=f"the first seed alone and {QUICK_TOKENS:,} tokens: some minutes on two idle cores"
-    )
-    folds: tuple[str, ...] = chz.field(
-        default=(),
-        doc="data sets of the task in place of dataset: each run trains a policy on each, and the held-out questions of all "
-        "count as one test set. For collatz facts,other_facts: each planted fact is asked of policies that never trained on it",
-    )
     tokens: int = chz.field(
         default=24_000,
-        doc="sampled tokens of each run, with folds of each of its policies",
+        doc="sampled tokens that each policy is trained on",
         validator=chz.validators.gt(0),
     )
 
@@ -94,7 +83,7 @@ class StudyConfig(
     PageKey,
     TuneKeys,
     BasesKeys,
-    StudyKeys,
+    Compared,
     TaskConfig,
     rates=RATES,
     model_name=tiny_debate,
@@ -108,6 +97,17 @@ class StudyConfig(
 
     DOCS = docs(seeds="a run of each protocol for each of these", processes="runs at a time, each on a core of its own")
 
+    base_models: tuple[str, ...] = chz.field(
+        default=(), doc="folders or ids of base models, each studied with every protocol and seed; default: model_name"
+    )
+    quick: bool = chz.field(
+        default=False, doc=f"the first seed alone and {QUICK_TOKENS:,} tokens: some minutes on two idle cores"
+    )
+    folds: tuple[str, ...] = chz.field(
+        default=(),
+        doc="data sets of the task in place of dataset: each run trains a policy on each, and the held-out questions of all "
+        "count as one test set. For collatz facts,other_facts: each planted fact is asked of policies that never trained on it",
+    )
     batch_tokens: int | None = chz.field(
         default=2000,
         doc="sampled tokens of each update, so that all protocols make as many updates; None: num_groups questions in each, "
