@@ -9,8 +9,6 @@ high rate makes a difference in the last bits grow from step to step: the first 
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.config import RESULTS
 from benchmarks.errors import BenchmarkError
-from benchmarks.machine import facts
+from benchmarks.peers.registry import require
 from benchmarks.peers.trl_learning import full_losses_of_trl
 from benchmarks.report import Report, Table, finish
 from recipes import full_fine_tuning
@@ -85,11 +83,8 @@ def apart(one: Sequence[float], other: Sequence[float]) -> float:
 
 async def measure(config: FullConfig) -> Report:
     """A row per rate and seed."""
-    if importlib.util.find_spec("trl") is None:
-        raise BenchmarkError("TRL is not installed (pip install -c constraints.txt -e '.[benchmarks]')")
-    report = Report(
-        "full_fine_tuning", "tiny_chat", "float32", "cpu", facts(int(os.environ.get("OMP_NUM_THREADS", "1"))), []
-    )
+    require("trl")
+    report = Report.of_recipes("full_fine_tuning")
     columns = ["learning rate", "seed", "first loss", "apart", "last loss", "apart", "largest of all steps"]
     columns += ["held out: ours", "TRL", "apart"]
     table = Table(f"Losses of {config.steps} steps in nats per token; apart: as a share of TRL's", columns, [])

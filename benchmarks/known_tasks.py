@@ -12,9 +12,8 @@ who computes. The same command goes on where it was stopped.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
+import importlib
 import json
-import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,8 +24,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.config import RESULTS
-from benchmarks.errors import BenchmarkError
-from benchmarks.machine import facts
+from benchmarks.peers.registry import require
 from benchmarks.peers.trl_episodes import Settings, generating, held_out, train_with_trl
 from benchmarks.report import Report, Table, finish
 from recipes import anchor_study
@@ -139,17 +137,14 @@ def table(config: KnownTasksConfig, runs: pandas.DataFrame) -> Table:
 
 
 async def main(config: KnownTasksConfig) -> None:
-    if importlib.util.find_spec("trl") is None:
-        raise BenchmarkError("TRL is not installed (pip install -c constraints.txt -e '.[benchmarks]')")
+    require("trl")
     folder = config.folder(anchor_study.RECIPE)
     config = chz.replace(config, sweep_dir=str(folder))
     await anchor_study.main(config)
     if config.only_plan:
         return
     runs = await train_all(config, folder)
-    report = Report(
-        "known_tasks", "tiny_chat", "float32", "cpu", facts(int(os.environ.get("OMP_NUM_THREADS", "1"))), []
-    )
+    report = Report.of_recipes("known_tasks")
     report.tables.append(table(config, runs))
     report.measurements["runs"] = runs[[PART, TRAINER, SEED_KEY, *MEASURES]].to_dict("records")
     finish(report, config.output)

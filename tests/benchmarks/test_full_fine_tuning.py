@@ -52,5 +52,5 @@ def test_our_losses_are_those_of_the_batches_that_are_handed_over() -> None:
 
 def test_without_trl_nothing_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(BenchmarkError, match="TRL is not installed"):
+    with pytest.raises(BenchmarkError, match=r"trl: not installed \(pip install trl\)"):
         asyncio.run(full_fine_tuning.measure(FullConfig()))

@@ -106,5 +106,5 @@ def test_the_table_sets_both_beside_each_other_seed_by_seed() -> None:
 
 def test_without_trl_nothing_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(BenchmarkError, match="TRL is not installed"):
+    with pytest.raises(BenchmarkError, match=r"trl: not installed \(pip install trl\)"):
         asyncio.run(known_tasks.main(KnownTasksConfig()))
