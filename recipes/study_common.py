@@ -18,7 +18,7 @@ from tinker_cookbook.cli_utils import default_log_path
 from tinker_cookbook.exceptions import ConfigurationError, TrainingError
 from tinker_cookbook.report.tables import markdown_table, print_table
 from tinker_cookbook.sweeps.points import Value
-from tinker_cookbook.sweeps.study import Measure, Part, reduced, run_study, study_rows, write_parquet
+from tinker_cookbook.sweeps.study import STEPS_KEY, Measure, Part, reduced, run_study, study_rows, write_parquet
 from tinker_cookbook.utils.fields import FieldGroup, docs
 from tinker_cookbook.utils.files import write_text
 from tinker_cookbook.utils.intervals import Estimate
@@ -94,8 +94,12 @@ class Reading(NamedTuple):
 
     measure: Measure
     """of a run"""
-    tell: Callable[["pandas.DataFrame"], tuple[Sequence[Section], Sequence[str]]]
-    """tables and sentences, from a row per finished run"""
+    tables: Callable[["pandas.DataFrame"], Sequence[Section]]
+    """from a row per finished run"""
+    sentences: Callable[["pandas.DataFrame"], Sequence[str]]
+    """from the same rows"""
+    about: str | None = None
+    """what the runs are, after their number; None: how many batches those of each part have"""
 
 
 async def run_and_tell(
@@ -129,7 +133,9 @@ async def run_and_tell(
     runs = reduced(rows, keys, reading.measure)
     write_parquet(folder, rows, runs)
     failed = rows.groupby(["part", "run"]).ngroups - len(runs)
-    finish(cli, folder, recipe, *reading.tell(runs), failed)
+    steps = ", ".join(f"{part.name} {part.fixed[STEPS_KEY]}" for part in parts)
+    about = f"{cli.form}: {len(runs)} runs{reading.about or f', of so many batches each: {steps}'}."
+    finish(cli, folder, recipe, reading.tables(runs), [about, *reading.sentences(runs)], failed)
 
 
 def _say(line: str) -> None:
