@@ -7,7 +7,7 @@ import chz
 from recipes.common import RL_RATES, for_model, tiny_debate
 from recipes.debate_bases import BasesKeys
 from recipes.debate_results import label_of
-from recipes.results import PageKey, Seeds
+from recipes.results import PageKey, QuickForm, Seeds
 from recipes.rl_common import TaskConfig, check_groups
 from tinker_cookbook.debate.judges import StepJudged
 from tinker_cookbook.debate.protocols import OVERSIGHT
@@ -39,12 +39,6 @@ class StudyKeys:
     """What is compared."""
 
     protocols: tuple[str, ...] = chz.field(default=OVERSIGHT, doc=f"which to compare: {', '.join(SIGNALS)}")
-    base_models: tuple[str, ...] = chz.field(
-        default=(), doc="folders or ids of base models, each studied with every protocol and seed; default: model_name"
-    )
-    quick: bool = chz.field(
-        default=False, doc=f"the first seed alone and {QUICK_TOKENS:,} tokens: some minutes on two idle cores"
-    )
     tokens: int = chz.field(default=24_000, doc="sampled tokens of each run", validator=chz.validators.gt(0))
 
 
@@ -85,6 +79,7 @@ class StudyConfig(
     PageKey,
     TuneKeys,
     BasesKeys,
+    QuickForm,
     StudyKeys,
     TaskConfig,
     rates=RATES,
@@ -97,7 +92,12 @@ class StudyConfig(
 ):
     """Keys of the debate study. `seed` is for the measurements, `seeds` are for the runs."""
 
-    DOCS = docs(seeds="a run of each protocol for each of these", processes="runs at a time, each on a core of its own")
+    DOCS = docs(
+        seeds="a run of each protocol for each of these",
+        processes="runs at a time, each on a core of its own",
+        base_models="folders or ids of base models, each studied with every protocol and seed; default: model_name",
+        quick=f"the first seed alone and {QUICK_TOKENS:,} tokens: some minutes on two idle cores",
+    )
 
     batch_tokens: int | None = chz.field(
         default=2000,
