@@ -113,12 +113,19 @@ class ExistingFolderKey(FieldGroup):
 
 
 @chz.chz(typecheck=True)
+class RunName(FieldGroup):
+    """An addition to the folder's name."""
+
+    name: str | None = chz.field(default=None, doc="added to the default folder's name")
+
+
+@chz.chz(typecheck=True)
 class FolderKeys(OptionalRunFolder, ExistingFolderKey):
     """The run's folder."""
 
 
 @chz.chz(typecheck=True)
-class CommonConfig(DefaultModel, RateKey, FolderKeys, RunOptions):
+class CommonConfig(DefaultModel, RateKey, RunName, FolderKeys, RunOptions):
     """Keys of every training recipe.
 
     A recipe changes defaults in its class statement: `class CLIConfig(RLConfig, max_steps=16)`. `rates` is its default
@@ -131,8 +138,6 @@ class CommonConfig(DefaultModel, RateKey, FolderKeys, RunOptions):
         "save_every", "wandb_project", "wandb_name",
     )  # fmt: skip
     RATES = SL_RATES
-
-    name: str | None = chz.field(default=None, doc="added to the default folder's name")
 
     def __init_subclass__(cls, rates: Rates | None = None, **defaults: Any) -> None:
         super().__init_subclass__(**defaults)
@@ -158,20 +163,12 @@ class ReplyLength(FieldGroup):
         default=None,
         doc=f"longest completion of one turn; default: {TINY_MAX_TOKENS} for tiny models and each {TINY_CONTEXT} tokens of their "
         f"context, {MAX_TOKENS} for others",
+        validator=positive_or_none,
     )
 
 
 @chz.chz(typecheck=True)
-class SamplingKeys(ReplyLength, FieldGroup):
-    """Keys of the recipes that sample."""
-
-    @chz.validate
-    def _check_length(self) -> None:
-        positive_or_none(self, "max_tokens")
-
-
-@chz.chz(typecheck=True)
-class StepKeys(SamplingKeys):
+class StepKeys(ReplyLength):
     """Keys of the recipes that sample a given number of batches."""
 
     max_steps: int = chz.field(default=20, doc="number of batches", validator=chz.validators.gt(0))

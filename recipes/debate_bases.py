@@ -30,8 +30,11 @@ _TOOK = re.compile(r"trained in ([0-9.]+) minutes")
 
 @chz.chz(typecheck=True)
 class BasesKeys(FieldGroup):
-    """Base models that are made."""
+    """Base models, some of which are made."""
 
+    base_models: tuple[str, ...] = chz.field(
+        default=(), doc="folders or ids of base models, besides those of base_seeds"
+    )
     base_seeds: tuple[int, ...] = chz.field(
         default=(),
         doc=f"seeds of base models to study like base_models; missing ones are made first ({USUAL_MINUTES:.0f} minutes of a core "

@@ -41,9 +41,6 @@ MEASURED = "measured.json"
 class CellKeys(BasesKeys, StudyFolder, FieldGroup, processes=2):
     """Keys of every figure."""
 
-    base_models: tuple[str, ...] = chz.field(
-        default=(), doc="folders or ids of base models, besides those of base_seeds"
-    )
     worlds: dict[str, str] = chz.field(
         default_factory=dict,
         doc="worlds.<label>='key=value key=value': keys of debate_study for a task or a length of its own, with base models of "

@@ -7,7 +7,7 @@ import chz
 from recipes.common import RL_RATES, for_model, tiny_debate
 from recipes.debate_bases import BasesKeys
 from recipes.debate_results import label_of
-from recipes.results import PageKey, Seeds
+from recipes.results import PageKey, QuickForm, Seeds
 from recipes.rl_common import TaskConfig, check_groups
 from tinker_cookbook.debate.judges import StepJudged
 from tinker_cookbook.debate.protocols import OVERSIGHT
@@ -83,6 +83,7 @@ class StudyConfig(
     PageKey,
     TuneKeys,
     BasesKeys,
+    QuickForm,
     Compared,
     TaskConfig,
     rates=RATES,
@@ -95,14 +96,13 @@ class StudyConfig(
 ):
     """Keys of the debate study. `seed` is for the measurements, `seeds` are for the runs."""
 
-    DOCS = docs(seeds="a run of each protocol for each of these", processes="runs at a time, each on a core of its own")
+    DOCS = docs(
+        seeds="a run of each protocol for each of these",
+        processes="runs at a time, each on a core of its own",
+        base_models="folders or ids of base models, each studied with every protocol and seed; default: model_name",
+        quick=f"the first seed alone and {QUICK_TOKENS:,} tokens: some minutes on two idle cores",
+    )
 
-    base_models: tuple[str, ...] = chz.field(
-        default=(), doc="folders or ids of base models, each studied with every protocol and seed; default: model_name"
-    )
-    quick: bool = chz.field(
-        default=False, doc=f"the first seed alone and {QUICK_TOKENS:,} tokens: some minutes on two idle cores"
-    )
     folds: tuple[str, ...] = chz.field(
         default=(),
         doc="data sets of the task in place of dataset: each run trains a policy on each, and the held-out questions of all "

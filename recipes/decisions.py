@@ -9,18 +9,14 @@ where there is more to say, and with "probabilities", a list, in place of the ou
 the sum of its tokens' logprobs; the softmax over the choices is the decision. docs/decisions.md has what comes of it.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import chz
 
 from recipes.common import TINY_LEARNING_RATE, CommonConfig, Rates, dataset_label, for_model, run_config
 from recipes.sl_common import HeldOutKeys, chat_settings
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.decisions import train
-from tinker_cookbook.decisions.data import DATASETS, DecisionDatasetBuilder
+from tinker_cookbook.decisions.data import DecisionDatasetBuilder, DecisionRows
 from tinker_cookbook.decisions.rules import METRICS
-from tinker_cookbook.field_groups import TestDataset
 from tinker_cookbook.runs.outcome import RunSummary, print_changes
 from tinker_cookbook.supervised.types import ExampleKeys
 from tinker_cookbook.utils.fields import docs
@@ -42,14 +38,8 @@ class DecisionKeys(train.DecisionOptions, ExampleKeys, CommonConfig, rates=RATES
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(HeldOutKeys, TestDataset, DecisionKeys, num_epochs=2, batch_size=64, eval_every=20):
+class CLIConfig(HeldOutKeys, DecisionRows, DecisionKeys, dataset=SHIPPED, num_epochs=2, batch_size=64, eval_every=20):
     """Keys of `python -m recipes.decisions`."""
-
-    DOCS = docs(test_dataset="held-out decisions, if the dataset has none")
-
-    dataset: str | Callable[[], Any] = chz.field(
-        default=SHIPPED, doc=f"{', '.join(DATASETS.names())}; a .jsonl, .csv or .parquet file; or path/file.py:function"
-    )
 
 
 def build_config(cli: CLIConfig) -> train.Config:

@@ -10,9 +10,7 @@ table at the end says how often came true what was forecast with which probabili
 training questions' share of yes. forecasts.jsonl in the run's folder has each forecast.
 """
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import chz
 
@@ -22,19 +20,17 @@ from recipes.sl_common import chat_settings
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.decisions import train
 from tinker_cookbook.decisions.forecasts import (
-    FORECASTS,
     ForecastDatasetBuilder,
+    ForecastRows,
     forecast_rows,
     reliability,
     verification,
 )
 from tinker_cookbook.decisions.policy import DecisionPolicy
 from tinker_cookbook.exceptions import CheckpointError
-from tinker_cookbook.field_groups import TestDataset
 from tinker_cookbook.report.tables import print_table
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
 from tinker_cookbook.runs.outcome import RunSummary
-from tinker_cookbook.utils.fields import docs
 from tinker_cookbook.utils.files import write_json, write_jsonl
 from tinker_cookbook.utils.misc_utils import gather_all
 from tinker_cookbook.weights_config import WeightsConfig
@@ -44,18 +40,8 @@ SHIPPED = "rain"
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(TestDataset, DecisionKeys, rule="brier", num_epochs=1, batch_size=64, eval_every=20):
+class CLIConfig(ForecastRows, DecisionKeys, dataset=SHIPPED, rule="brier", num_epochs=1, batch_size=64, eval_every=20):
     """Keys of `python -m recipes.forecasting`."""
-
-    DOCS = docs(test_dataset="held-out questions; None: those from the cutoff on")
-
-    dataset: str | Callable[[], Any] = chz.field(
-        default=SHIPPED,
-        doc=f"{', '.join(FORECASTS.names())}; a .jsonl, .csv or .parquet file; or path/file.py:function",
-    )
-    cutoff: str | None = chz.field(
-        default=None, doc="first date of the held-out questions, as 2025-06-01; None: the last fifth of the dates"
-    )
 
 
 def make_builder(cli: CLIConfig) -> ForecastDatasetBuilder:

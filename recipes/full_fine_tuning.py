@@ -16,12 +16,12 @@ from typing import Any
 
 import chz
 
-from recipes.common import DefaultModel, FolderKeys, dataset_label, for_model, open_log_path
+from recipes.common import DefaultModel, FolderKeys, RunName, dataset_label, for_model, open_log_path
 from recipes.sl_basic import CLIConfig as AdapterConfig
 from recipes.sl_common import ChatKeys, DatasetKeys, chat_settings
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.field_groups import Epochs, Seeded
+from tinker_cookbook.field_groups import Epochs, LearningRate, Seeded
 from tinker_cookbook.runs.bootstrap import open_run
 from tinker_cookbook.runs.outcome import print_changes
 from tinker_cookbook.runs.progress import Progress, count_trained_tokens
@@ -31,7 +31,7 @@ from tinker_cookbook.supervised.common import nll_metrics
 from tinker_cookbook.supervised.epochs import EpochData
 from tinker_cookbook.supervised.hub import chat_dataset_builder
 from tinker_cookbook.tokenizer_utils import get_tokenizer
-from tinker_cookbook.utils.fields import positive_or_none
+from tinker_cookbook.utils.fields import docs, positive_or_none
 from tinker_cookbook.utils.lazy import tinker, torch, transformers
 from tinker_cookbook.utils.lr_scheduling import compute_schedule_lr_multiplier
 
@@ -39,19 +39,15 @@ RECIPE = "full_fine_tuning"
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(DatasetKeys, ChatKeys, Epochs, DefaultModel, Seeded, FolderKeys, num_epochs=4):
+class CLIConfig(DatasetKeys, ChatKeys, Epochs, LearningRate, DefaultModel, Seeded, RunName, FolderKeys, num_epochs=4):
     """Keys of `python -m recipes.full_fine_tuning`."""
 
-    learning_rate: float = chz.field(
-        default=1e-4,
-        doc="peak learning rate, which falls linearly; a tenth of an adapter's to begin with",
-        validator=chz.validators.gt(0),
-    )
+    DOCS = docs(learning_rate="peak learning rate, which falls linearly; a tenth of an adapter's to begin with")
+
     max_steps: int | None = chz.field(
         default=None, doc="stop after this many batches; None: all epochs", validator=positive_or_none
     )
     save: bool = chz.field(default=True, doc="write the trained model into the folder")
-    name: str | None = chz.field(default=None, doc="added to the default folder's name")
 
 
 def read_data(cli: CLIConfig) -> tuple[EpochData, str]:

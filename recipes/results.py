@@ -32,6 +32,28 @@ class Seeds(Processes, FieldGroup):
     seeds: tuple[int, ...] = chz.field(default=(0,), doc="a run for each of these seeds")
 
 
+@chz.chz(typecheck=True)
+class SweepKeys(Processes, FieldGroup):
+    """Runs in one folder that share some of their keys."""
+
+    sweep_dir: str | None = chz.field(default=None, doc="folder of the sweep; an old one goes on; default: a new one")
+    set: dict[str, str] = chz.field(default_factory=dict, doc="set.<key>=value: the same in every run")
+
+
+@chz.chz(typecheck=True)
+class Concurrency(FieldGroup):
+    """Runs in one process."""
+
+    concurrent: int = chz.field(default=4, doc="with processes=0, runs at a time", validator=chz.validators.gt(0))
+
+
+@chz.chz(typecheck=True)
+class QuickForm(FieldGroup):
+    """A study's two forms."""
+
+    quick: bool = chz.field(default=False, doc="a small form, of about ten minutes on two free cores")
+
+
 BEGIN, END = "<!-- study -->", "<!-- end of study -->"
 
 

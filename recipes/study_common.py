@@ -13,7 +13,7 @@ from typing import NamedTuple
 import chz
 from rich.console import Console
 
-from recipes.results import PageKey, Seeds
+from recipes.results import Concurrency, PageKey, QuickForm, Seeds, SweepKeys
 from tinker_cookbook.cli_utils import default_log_path
 from tinker_cookbook.exceptions import ConfigurationError, TrainingError
 from tinker_cookbook.report.tables import markdown_table, print_table
@@ -41,16 +41,15 @@ LEAN_RL: Mapping[str, Value] = {
 
 
 @chz.chz(typecheck=True)
-class StudyFolder(Seeds, PageKey, FieldGroup, seeds=(0, 1, 2)):
+class StudyFolder(SweepKeys, Seeds, PageKey, QuickForm, FieldGroup, seeds=(0, 1, 2)):
     """What all studies have: their folder, their form, and what is the same in every run."""
 
-    DOCS = docs(seeds="a run of each setting for each of these")
-
-    quick: bool = chz.field(default=False, doc="a small form, of about ten minutes on two free cores")
-    sweep_dir: str | None = chz.field(default=None, doc="folder of the study; an old one goes on; default: a new one")
-    set: dict[str, str] = chz.field(
-        default_factory=dict, doc="set.<key>=value: a key of the recipes that are run, the same in every run"
+    DOCS = docs(
+        seeds="a run of each setting for each of these",
+        sweep_dir="folder of the study; an old one goes on; default: a new one",
+        set="set.<key>=value: a key of the recipes that are run, the same in every run",
     )
+
     only_plan: bool = chz.field(default=False, doc="print the runs and the expected hours, and run none of them")
 
     @chz.validate
@@ -71,10 +70,8 @@ class StudyFolder(Seeds, PageKey, FieldGroup, seeds=(0, 1, 2)):
 
 
 @chz.chz(typecheck=True)
-class StudyKeys(StudyFolder, FieldGroup, processes=0):
+class StudyKeys(StudyFolder, Concurrency, FieldGroup, processes=0, concurrent=1):
     """Of studies whose runs are those of `tinker_cookbook.sweeps.study`."""
-
-    concurrent: int = chz.field(default=1, doc="with processes=0, runs at a time", validator=chz.validators.gt(0))
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any
 import chz
 from rich.console import Console
 
-from recipes.results import Processes
+from recipes.results import Concurrency, SweepKeys
 from tinker_cookbook import sweeps, variables
 from tinker_cookbook.cli_utils import default_log_path, run_recipe
 from tinker_cookbook.exceptions import ConfigurationError, TrainingError
@@ -33,7 +33,7 @@ DEMO_FIXED = {"max_steps": "8", "eval_every": "8", "save_every": "0"}
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(Processes):
+class CLIConfig(SweepKeys, Concurrency):
     """Keys of `python -m recipes.sweep`."""
 
     recipe: str | None = chz.field(default=None, doc="module of the recipe, e.g. recipes.rl_basic")
@@ -42,9 +42,6 @@ class CLIConfig(Processes):
         doc="grid.<key>=value,value: values to combine; separated by | instead where they have commas of their own",
     )
     seeds: str | None = chz.field(default=None, doc="seeds to combine with the grid, e.g. 0,1,2")
-    set: dict[str, str] = chz.field(default_factory=dict, doc="set.<key>=value: the same in every run")
-    sweep_dir: str | None = chz.field(default=None, doc="folder of the sweep; an old one goes on; default: a new one")
-    concurrent: int = chz.field(default=4, doc="with processes=0, runs at a time")
     metric: str | None = chz.field(default=None, doc="what to rank by; default: the first usual one that the runs log")
     mode: Mode | None = chz.field(default=None, doc="max or min; default: what is usual for the metric")
     value: str = chz.field(default="last", doc="how a run becomes one number: last, best, or mean:N (of the last N)")

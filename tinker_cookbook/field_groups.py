@@ -6,6 +6,7 @@ from typing import Literal
 
 import chz
 
+from tinker_cookbook.data.rows import OnBadRow
 from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.utils.fields import FieldGroup, of_value
@@ -211,6 +212,15 @@ class OptionalRunFolder(FieldGroup):
     log_path: str | None = chz.field(
         default=None,
         doc="folder of the run; default: a new one under TINKER_DEBATE_LOG_ROOT or <user data>/tinker-cookbook",
+    )
+
+
+@chz.chz(typecheck=True)
+class BadRowKey(FieldGroup):
+    """Rows that cannot be used."""
+
+    on_bad_row: OnBadRow = chz.field(
+        default="raise", doc="a malformed row, or one that cannot be trained on: raise, or skip and count it"
     )
 
 

@@ -4,18 +4,18 @@ import chz
 
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.debate.judge_training import LabelledDebates
+from tinker_cookbook.utils.fields import docs
 
 SHIPPED = "collatz"
 
 
 @chz.chz(typecheck=True)
-class JudgeKeys(LabelledDebates):
+class JudgeKeys(LabelledDebates, debates=SHIPPED):
     """Keys of every recipe that trains a judge."""
 
-    debates: str = chz.field(
-        default=SHIPPED,
-        doc=f"{SHIPPED} (shipped: debates of tiny_debate), the folder of a run with debate_*.json, or a .jsonl file of "
-        "recipes.debate_judge.create_data",
+    DOCS = docs(
+        debates=f"{SHIPPED} (shipped: debates of tiny_debate), the folder of a run with debate_*.json, or a .jsonl file of "
+        "recipes.debate_judge.create_data"
     )
 
 

@@ -24,7 +24,7 @@ from recipes.common import (
     R,
     RateKey,
     Rates,
-    SamplingKeys,
+    ReplyLength,
     dataset_label,
     for_model,
     open_log_path,
@@ -84,7 +84,7 @@ class Demonstrations(FieldGroup):
 
 @chz.chz(typecheck=True)
 class CLIConfig(
-    Demonstrations, ComparisonConfig, SamplingKeys, GroupKeys, RLOptions, rates=RL_RATES, group_size=4, eval_every=10
+    Demonstrations, ComparisonConfig, ReplyLength, GroupKeys, RLOptions, rates=RL_RATES, group_size=4, eval_every=10
 ):
     """Keys of `python -m recipes.preference.rlhf_pipeline`. No stage takes more than max_steps steps; learning_rate is
     that of the last one.

@@ -19,7 +19,7 @@ from typing import Literal
 
 import chz
 
-from recipes.common import MAX_TOKENS, CommonConfig, SamplingKeys, resolve_model
+from recipes.common import MAX_TOKENS, CommonConfig, ReplyLength, resolve_model
 from recipes.distillation.teacher import TeacherKeys
 from recipes.sl_common import HeldOutKeys
 from tinker_cookbook import backends
@@ -99,7 +99,7 @@ TASKS = {"sums": _sums, "languages": _languages}
 
 
 @chz.chz(typecheck=True)
-class LabelKeys(HeldOutKeys, TeacherKeys, SamplingKeys, CommonConfig, test_size=100, max_tokens=64):
+class LabelKeys(HeldOutKeys, TeacherKeys, ReplyLength, CommonConfig, test_size=100, max_tokens=64):
     """Keys of both halves: the lines, the teacher, and the parsing of answers. max_tokens is for teacher and student."""
 
     task: Literal["sums", "languages"] | None = chz.field(

@@ -14,10 +14,12 @@ import chz
 
 from recipes.common import SL_LEARNING_RATE, CommonConfig, Rates, dataset_label, default_model, for_model, run_config
 from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.field_groups import LongestReply
 from tinker_cookbook.runs.evaluation import SamplingClientEvaluator
 from tinker_cookbook.runs.outcome import RunSummary, print_changes
 from tinker_cookbook.supervised import train
 from tinker_cookbook.supervised.pictures import SHAPES, ClassifierDatasetBuilder, ClassifierEvaluator, ClassifierKeys
+from tinker_cookbook.utils.fields import docs
 
 RECIPE = "vlm_classifier"
 
@@ -30,7 +32,9 @@ def tiny_vision() -> str:
 class CLIConfig(
     ClassifierKeys,
     train.SupervisedOptions,
+    LongestReply,
     CommonConfig,
+    max_tokens=16,
     rates=Rates(4e-3, SL_LEARNING_RATE, 1),
     model_name=tiny_vision,
     dataset=SHAPES,
@@ -39,7 +43,7 @@ class CLIConfig(
 ):
     """Keys of `python -m recipes.vlm_classifier.train`."""
 
-    max_tokens: int = chz.field(default=16, doc="longest reply of an evaluation", validator=chz.validators.gt(0))
+    DOCS = docs(max_tokens="longest reply of an evaluation")
 
 
 def evaluator_of(data: ClassifierDatasetBuilder, max_tokens: int) -> SamplingClientEvaluator:

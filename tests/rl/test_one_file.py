@@ -17,6 +17,8 @@ MARKS = {
 }
 """How a comment begins -> the function that it stands in, and how the first line of code below it begins."""
 
+MOST_LINES = 360
+
 
 @pytest.mark.parametrize("mark", MARKS)
 def test_a_comment_says_where_it_happens(mark: str) -> None:
@@ -35,6 +37,10 @@ def test_the_steps_of_the_loop_stand_in_their_order() -> None:
     steps += ("self.prepare(", "self.update(", "write_records(", "log_metrics(", "maybe_save(")
     places = [source.index(step) for step in steps]
     assert places == sorted(places)
+
+
+def test_the_loop_is_read_in_one_sitting() -> None:
+    assert len(Path(inspect.getfile(train)).read_text().splitlines()) <= MOST_LINES
 
 
 def test_a_reader_of_the_synchronous_loop_needs_none_of_the_others() -> None:

@@ -34,8 +34,8 @@ class TrainSplit(FieldGroup):
 
 
 @chz.chz(typecheck=True)
-class HubDatasetKey(FieldGroup):
-    """A hub dataset."""
+class DatasetKey(FieldGroup):
+    """A dataset, on the hub or elsewhere."""
 
     dataset: str = chz.field(
         doc="Dataset id on the hub (owner/name), or a folder: data files, or what save_to_disk wrote."

@@ -10,15 +10,17 @@ from typing import Any, TypeVar
 
 import chz
 
-from tinker_cookbook.data.epochs import hold_out
+from tinker_cookbook.data.epochs import HoldOut, hold_out
 from tinker_cookbook.data.rows import BadRows, Row, is_data_file, parse_rows, read_file
 from tinker_cookbook.decisions.shipped import marbles
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError, DataValidationError
+from tinker_cookbook.field_groups import TestDataset
 from tinker_cookbook.plugins import Kind, Registry, describe, parameter_problem
 from tinker_cookbook.renderers import Message, Renderer, TrainOnWhat
 from tinker_cookbook.supervised.common import datum_from_model_input_weights
 from tinker_cookbook.supervised.data import train_and_test
 from tinker_cookbook.supervised.types import ChatDatasetBuilder, SupervisedDataset
+from tinker_cookbook.utils.fields import FieldGroup, docs
 from tinker_cookbook.utils.lazy import tinker, torch
 from tinker_cookbook.utils.narrowing import is_list, is_object, is_tuple, to_list
 
@@ -192,15 +194,19 @@ class DecisionBatches(ChatDatasetBuilder):
 
 
 @chz.chz(typecheck=True)
-class DecisionDatasetBuilder(DecisionBatches):
-    """Batches of decisions from rows."""
+class DecisionRows(TestDataset, FieldGroup):
+    """Where decisions come from."""
+
+    DOCS = docs(test_dataset="held-out decisions, if the dataset has none")
 
     dataset: str | Callable[[], Any] = chz.field(
         doc=f"{', '.join(DATASETS.names())} (shipped); a .jsonl, .csv or .parquet file; or path/file.py:function"
     )
-    test_dataset: str | None = chz.field(default=None, doc="held-out decisions, if the dataset has none")
-    test_size: int | None = chz.field(default=None, doc="rows held out of a dataset without test rows; None: the usual")
-    shuffle_seed: int | None = chz.field(default=0, doc="seed of the shuffle before rows are held out")
+
+
+@chz.chz(typecheck=True)
+class DecisionDatasetBuilder(DecisionRows, HoldOut, DecisionBatches, test_size=None):
+    """Batches of decisions from rows."""
 
     def sides(self, bad: BadRows | None = None) -> tuple[list[Decision], list[Decision]]:
         """Training and held-out decisions."""

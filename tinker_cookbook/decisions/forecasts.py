@@ -11,13 +11,14 @@ from typing import Any
 import chz
 
 from tinker_cookbook.data.rows import BadRows, Row
-from tinker_cookbook.decisions.data import Decision, DecisionBatches, load_rows
+from tinker_cookbook.decisions.data import Decision, DecisionBatches, DecisionRows, load_rows
 from tinker_cookbook.decisions.rules import bins, decision_metrics
 from tinker_cookbook.decisions.shipped import rain
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.plugins import Kind, Registry, parameter_problem
 from tinker_cookbook.renderers import Message
 from tinker_cookbook.supervised.types import SupervisedDataset
+from tinker_cookbook.utils.fields import FieldGroup, docs
 from tinker_cookbook.utils.intervals import student_mean, wilson
 
 YES, NO = "yes", "no"
@@ -97,16 +98,22 @@ def split_by_date(rows: Sequence[Forecast], cutoff: date | None) -> tuple[list[F
 
 
 @chz.chz(typecheck=True)
-class ForecastDatasetBuilder(DecisionBatches):
-    """Batches of forecasts, held out by date."""
+class ForecastRows(DecisionRows, FieldGroup):
+    """Where forecasts come from, and which are held out."""
 
-    dataset: str | Callable[[], Any] = chz.field(
-        doc=f"{', '.join(FORECASTS.names())} (shipped); a .jsonl, .csv or .parquet file; or path/file.py:function"
+    DOCS = docs(
+        dataset=f"{', '.join(FORECASTS.names())} (shipped); a .jsonl, .csv or .parquet file; or path/file.py:function",
+        test_dataset="held-out questions; None: those from the cutoff on",
     )
-    test_dataset: str | None = chz.field(default=None, doc="held-out questions; None: those from the cutoff on")
+
     cutoff: str | None = chz.field(
-        default=None, doc="first date that is held out; None: of the last fifth of the dates"
+        default=None, doc="first date of the held-out questions, as 2025-06-01; None: the last fifth of the dates"
     )
+
+
+@chz.chz(typecheck=True)
+class ForecastDatasetBuilder(ForecastRows, DecisionBatches):
+    """Batches of forecasts, held out by date."""
 
     @chz.validate
     def _check_cutoff(self) -> None:

@@ -159,7 +159,7 @@ class PromptColumn(FieldGroup):
 
 
 @chz.chz(typecheck=True)
-class ComparisonBuilderFromHF(hub.HubDatasetKey, PromptColumn, hub.HubSplits, ComparisonDatasetBuilder):
+class ComparisonBuilderFromHF(hub.DatasetKey, PromptColumn, hub.HubSplits, ComparisonDatasetBuilder):
     """Chosen and rejected replies from a Hugging Face dataset.
 
     A column contains text (one message) or a list of messages. If chosen and rejected are whole conversations, the

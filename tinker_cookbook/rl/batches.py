@@ -11,6 +11,7 @@ every group is trained, filtered, replaced, failed or dropped for its age exactl
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -21,6 +22,8 @@ from tinker_cookbook.rl.minibatch import LoopMetrics, Minibatch, StepInProgress,
 from tinker_cookbook.rl.rollouts import FailedGroup
 from tinker_cookbook.rl.sampler import Sampler, WrappedTrajectoryGroup, with_replaced
 from tinker_cookbook.utils.misc_utils import split_list, timed
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,12 @@ async def async_batches(sampler: Sampler, pending: PendingGroups, tasks: asyncio
             with timed("sampling", times), sampler.session.display.phase("sampling"):
                 groups, stale = await pending.take(step)
             if not groups:
+                logger.warning(
+                    "the data ran out after %d of %d steps: a step trains on as many groups as a batch has, besides those "
+                    "that failed or were removed (groups/failed, groups/filtered)",
+                    step,
+                    sampler.end,
+                )
                 return
             yield Batch(groups, stale, times=times)
     finally:

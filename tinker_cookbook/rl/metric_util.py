@@ -8,6 +8,7 @@ from functools import partial
 
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.completers import TinkerTokenCompleter
+from tinker_cookbook.rl.config import Config
 from tinker_cookbook.rl.monitors import scan
 from tinker_cookbook.rl.rollout_files import StepRollouts
 from tinker_cookbook.rl.rollout_presets import RolloutConfig
@@ -24,6 +25,7 @@ from tinker_cookbook.rl.types import (
 )
 from tinker_cookbook.runs.evaluation import SamplingClientEvaluator
 from tinker_cookbook.utils.intervals import clustered_mean
+from tinker_cookbook.utils.seeds import derive_seed
 
 _OF_EPISODES = (
     ZERO_REWARD_METRIC_KEY,
@@ -154,6 +156,21 @@ class RLTestSetEvaluator(SamplingClientEvaluator):
             top_k=top_k,
             top_p=top_p,
             min_p=min_p,
+        )
+
+    @classmethod
+    def of_config(cls, config: Config, dataset: RLDataset) -> RLTestSetEvaluator:
+        """The test set of a run, sampled with the settings of its training."""
+        return cls(
+            dataset,
+            config.max_tokens,
+            num_groups_to_log=config.num_groups_shown,
+            temperature=config.temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            min_p=config.min_p,
+            seed=derive_seed(config.seed, "test"),
+            config=config.effective_rollout(),
         )
 
     async def __call__(self, sampling_client: SamplingClient) -> dict[str, float]:

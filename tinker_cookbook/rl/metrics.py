@@ -5,6 +5,7 @@ Also counts the tokens of rollouts and training data in the categories that the 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,8 @@ from tinker_cookbook.runs.evaluation import compute_target_logprobs, scoring_usa
 from tinker_cookbook.utils.cost_estimation import CostTracker, TokenUsage
 from tinker_cookbook.utils.lazy import np, tinker, torch
 from tinker_cookbook.utils.trace import scope_span_sync
+
+logger = logging.getLogger(__name__)
 
 DEPTHS = (0, 64, 256, 1024, 4096, 16384)
 """Sampled tokens at which the ranges of `optim/kl_by_depth` begin."""
@@ -113,6 +116,14 @@ def kl_alarm(metrics: Mapping[str, float | int | str], threshold: float) -> str 
         "positions or a cache; growing with the steps, "
         "sampling runs too far ahead or the learning rate is too high"
     )
+
+
+def warn_of_kl(step: int, metrics: Mapping[str, float | int | str], threshold: float) -> bool:
+    """Log the `kl_alarm` of a step; return whether there is one."""
+    alarm = kl_alarm(metrics, threshold)
+    if alarm is not None:
+        logger.warning("step %d: %s", step, alarm)
+    return alarm is not None
 
 
 def compute_advantage_metrics(data_D: Sequence[tinker.Datum]) -> dict[str, float]:

@@ -15,9 +15,9 @@ import asyncio
 import pickle
 import tempfile
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -54,6 +54,18 @@ def set_rollout_executor(executor: Executor | None) -> None:
 def get_rollout_executor() -> Executor | None:
     """The executor that runs groups; None: they run in the caller's event loop."""
     return _executor
+
+
+@contextmanager
+def rollouts_in(executor: Executor | None) -> Generator[None]:
+    """Within the body, groups run in `executor`, which the caller shuts down; None: in the one that is set."""
+    before = _executor
+    if executor is not None:
+        set_rollout_executor(executor)
+    try:
+        yield
+    finally:
+        set_rollout_executor(before)
 
 
 def leaves_process(executor: Executor) -> bool:

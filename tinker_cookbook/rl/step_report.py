@@ -19,7 +19,7 @@ from tinker_cookbook.rl.metrics import (
 )
 from tinker_cookbook.rl.minibatch import LoopMetrics, Minibatch
 from tinker_cookbook.rl.records import RecordWriter, training_step_name, write_step_records
-from tinker_cookbook.rl.rollout_files import StepRollouts
+from tinker_cookbook.rl.rollout_files import StepRollouts, run_settings
 from tinker_cookbook.rl.rollout_logging import RolloutSummaryExportConfig, write_summaries
 from tinker_cookbook.rl.sampler import WrappedTrajectoryGroup
 from tinker_cookbook.rl.transcripts import rollout_rows, write_evaluations, write_page
@@ -98,38 +98,56 @@ def tokens_used(batch: Minibatch, removes_constant: bool) -> tuple[TokenUsage, T
     return rollout_usage(kept) + batch.usage + training_usage(batch.data_D), rollout_usage(discarded), thrown_away
 
 
-def write_transcripts(session: Session, step: int, shown: StepRollouts) -> None:
-    """Write groups of a step as pages, and to trackers that support them."""
-    tokenizer, tracker = session.training_client.get_tokenizer(), session.run.logger
-    write_page(session.run.store, step, "train", f"Training, step {step}", shown, tokenizer)
-    if tracker.takes_rollouts:
-        tracker.log_rollouts(rollout_rows(shown, tokenizer), step)
-
-
-def write_records(
-    config: Config, session: Session, writer: RecordWriter, rollouts: StepRollouts, metrics: LoopMetrics
-) -> None:
-    """Start to write the records and summaries of a step, which `rollouts.run` names. They are on disk before a
-    checkpoint that does not redo the step.
+class StepReport:
+    """Writes the transcripts and records of a run's steps. Records are written in a thread, while the loop goes on; they
+    are on disk before a checkpoint that does not redo the step.
     """
-    if not config.write_records and not config.rollout_json_export:
-        return
-    step, store = rollouts.run["step"], session.run.store
-    tokenizer = session.training_client.get_tokenizer()
 
-    def write() -> None:
-        if config.rollout_json_export:
-            about = RolloutSummaryExportConfig("train", step, "train")
-            write_summaries(store, about, rollouts)
-        if config.write_records:
-            write_vocabulary(store, tokenizer)
-            write_step_records(store, rollouts, metrics, config.num_groups_shown)
+    def __init__(self, config: Config, session: Session):
+        self._config, self._session, self._writer = config, session, RecordWriter()
+        self.wait, self.close = self._writer.wait, self._writer.close
 
-    def report() -> None:
-        if config.write_records:
-            session.display.say(f"Logged: {session.run.log_path / training_step_name(step)}")
+    def write_transcripts(self, step: int, sampled: Sequence[WrappedTrajectoryGroup], batch: Minibatch) -> None:
+        """Write the first groups of a step as a page, and to trackers that support them."""
+        session, shown = self._session, step_rollouts(sampled, batch).first(self._config.num_groups_shown)
+        tokenizer, tracker = session.training_client.get_tokenizer(), session.run.logger
+        write_page(session.run.store, step, "train", f"Training, step {step}", shown, tokenizer)
+        if tracker.takes_rollouts:
+            tracker.log_rollouts(rollout_rows(shown, tokenizer), step)
 
-    writer.submit(write, report)
+    def write_records(
+        self,
+        step: int,
+        sampled: Sequence[WrappedTrajectoryGroup],
+        batch: Minibatch,
+        logprobs_D: Sequence[torch.Tensor | None],
+        metrics: LoopMetrics,
+    ) -> None:
+        """Start to write the records and summaries of a step.
+
+        Args:
+            logprobs_D: the trainer's, from `Loop.update`; empty if there was no update.
+            metrics: of the step, with its learning rate.
+        """
+        config, session = self._config, self._session
+        if not config.write_records and not config.rollout_json_export:
+            return
+        about = run_settings(config, step, float(metrics["optim/lr"]), config.training_loss_fn())
+        rollouts, metrics = step_rollouts(sampled, batch, logprobs_D, about), dict(metrics)
+        store, tokenizer = session.run.store, session.training_client.get_tokenizer()
+
+        def write() -> None:
+            if config.rollout_json_export:
+                write_summaries(store, RolloutSummaryExportConfig("train", step, "train"), rollouts)
+            if config.write_records:
+                write_vocabulary(store, tokenizer)
+                write_step_records(store, rollouts, metrics, config.num_groups_shown)
+
+        def report() -> None:
+            if config.write_records:
+                session.display.say(f"Logged: {session.run.log_path / training_step_name(step)}")
+
+        self._writer.submit(write, report)
 
 
 @contextmanager

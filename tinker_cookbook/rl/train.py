@@ -15,22 +15,21 @@ ahead of training: on the local engine, without custom threads).
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from contextlib import aclosing, nullcontext
 from functools import partial
 
 from tinker_cookbook.rl import train_steps
-from tinker_cookbook.rl.advantages import AdvantageConfig, RoleBaselines
+from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.rl.ahead import PendingGroups, check_order
 from tinker_cookbook.rl.batches import Batch, Batches, async_batches, stream_batches, sync_batches
 from tinker_cookbook.rl.config import AsyncConfig, Config, StreamMinibatchConfig, check_config
 from tinker_cookbook.rl.corrections import corrected
-from tinker_cookbook.rl.entropy import EntropyBonus
 from tinker_cookbook.rl.item_dataset import TrainingBatches
+from tinker_cookbook.rl.loop_state import LoopState
 from tinker_cookbook.rl.metric_util import RLTestSetEvaluator
-from tinker_cookbook.rl.metrics import KLPenalty, compute_kl_sample_train, compute_post_kl, kl_alarm
+from tinker_cookbook.rl.metrics import KLPenalty, compute_kl_sample_train, compute_post_kl, warn_of_kl
 from tinker_cookbook.rl.minibatch import (
     LoopMetrics,
     Minibatch,
@@ -41,24 +40,18 @@ from tinker_cookbook.rl.minibatch import (
     prepare_minibatch,
 )
 from tinker_cookbook.rl.monitors import watched_by
-from tinker_cookbook.rl.records import RecordWriter
-from tinker_cookbook.rl.rollout_executor import get_rollout_executor, set_rollout_executor
-from tinker_cookbook.rl.rollout_files import run_settings
-from tinker_cookbook.rl.rollouts import RolloutErrorCounter, finished_groups
+from tinker_cookbook.rl.rollout_executor import rollouts_in
+from tinker_cookbook.rl.rollouts import finished_groups
 from tinker_cookbook.rl.run_clients import clients_of_run
 from tinker_cookbook.rl.sampler import Sampler, WrappedTrajectoryGroup
 from tinker_cookbook.rl.step_report import (
+    StepReport,
     account_for_groups,
     evaluation_files,
-    step_rollouts,
     tokens_used,
     training_data_line,
-    write_records,
-    write_transcripts,
 )
 from tinker_cookbook.rl.train_steps import *  # noqa: F403  what custom loops import from here
-from tinker_cookbook.rl.types import TrajectoryGroup
-from tinker_cookbook.rl.untrained import UntrainedSteps
 from tinker_cookbook.runs.evaluation import EvaluationRounds, Evaluator, run_evaluators
 from tinker_cookbook.runs.outcome import RunSummary, summarize
 from tinker_cookbook.runs.progress import count_trained_tokens
@@ -67,7 +60,6 @@ from tinker_cookbook.runs.session import Session, open_session
 from tinker_cookbook.utils.lazy import torch
 from tinker_cookbook.utils.lr_scheduling import learning_rate_at
 from tinker_cookbook.utils.misc_utils import timed, with_tasks
-from tinker_cookbook.utils.seeds import derive_seed
 from tinker_cookbook.utils.trace import scope_span_sync
 
 __all__ = [
@@ -88,11 +80,6 @@ __all__ = [
 ]
 __all__ += train_steps.__all__
 
-logger = logging.getLogger(__name__)
-
-_ROLES_KEY, _ERRORS_KEY, _UNTRAINED_KEY = "role_baselines", "rollout_errors", "zero_advantage_steps"
-_ENTROPY_KEY, _POOL_KEY = "entropy_bonus", "curriculum"
-
 
 async def main(config: Config, rollout_executor: Executor | None = None) -> RunSummary:
     """Run or resume a complete training run."""
@@ -107,24 +94,14 @@ async def run(
     Groups run in `rollout_executor`, which the caller shuts down; None: the executor that was set before.
     """
     check_config(config)
-    before = get_rollout_executor()
-    if rollout_executor is not None:
-        set_rollout_executor(rollout_executor)
-    try:
+    with rollouts_in(rollout_executor):
         await _run(config, penalties)
-    finally:
-        set_rollout_executor(before)
     return summarize(config.log_path)
 
 
 async def _run(config: Config, penalties: Sequence[Penalty]) -> None:
     dataset, test_dataset = await config.dataset_builder()
-    tests: list[Callable[[], Evaluator]] = []
-    if test_dataset is not None:
-        sampling = {name: getattr(config, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-        settings = {"seed": derive_seed(config.seed, "test"), "config": config.effective_rollout(), **sampling}
-        shown = config.num_groups_shown
-        tests = [partial(RLTestSetEvaluator, test_dataset, config.max_tokens, num_groups_to_log=shown, **settings)]
+    tests = [] if test_dataset is None else [partial(RLTestSetEvaluator.of_config, config, test_dataset)]
     rounds = config.evaluation_rounds(*tests)
     overlap = config.async_config or config.stream_minibatch_config
     per_batch = overlap.groups_per_batch if overlap is not None else None
@@ -157,7 +134,7 @@ async def _run(config: Config, penalties: Sequence[Penalty]) -> None:
                 await loop.save_stopped()
             raise
         finally:
-            loop.records.close()
+            loop.report.close()
 
 
 async def do_sync_training(loop: Loop) -> None:
@@ -198,22 +175,11 @@ class Loop:
         self.pending: PendingGroups | None = None
         """those of a run that samples ahead"""
         self.in_progress = StepInProgress()
-        self.records = RecordWriter()
-        self.role_baselines = RoleBaselines(config.advantage.role_decay)
-        self.errors = RolloutErrorCounter()
-        self.untrained, self.pool, record = UntrainedSteps(config, session), sampler.batches.pool, session.record
-        self.entropy: EntropyBonus | None = None
-        if config.entropy is not None:
-            self.entropy = EntropyBonus(config.entropy, None if record is None else record.get(_ENTROPY_KEY))
-            self.penalties = [*penalties, self.entropy]
-        if record is not None:
-            self.role_baselines.means.update(record.get(_ROLES_KEY, {}))
-            self.errors.counts.update(record.get(_ERRORS_KEY, {}).get("counts", {}))
-            self.errors.groups_skipped = record.get(_ERRORS_KEY, {}).get("groups_skipped", 0)
-            self.untrained.in_a_row = record.get(_UNTRAINED_KEY, 0)
-            if self.pool is not None and (state := record.get(_POOL_KEY)) is not None:
-                self.pool.restore(state)
-        self._keep_state()
+        self.report = StepReport(config, session)
+        self.state = LoopState(config, session, sampler.batches.pool)
+        if self.state.entropy is not None:
+            self.penalties = [*penalties, self.state.entropy]
+        self.state.store(sampler.start)
 
     async def take_steps(self, batches: Batches) -> None:
         """Run all steps. Groups still being sampled at the end are cancelled; their environments' `cleanup` runs to
@@ -227,10 +193,7 @@ class Loop:
         end = self.sampler.end
         async with aclosing(batches(tasks)) as source:
             for step in range(self.sampler.start, end):
-                metrics: LoopMetrics = {
-                    "progress/batch": step,
-                    "progress/done_frac": (step + 1) / end,
-                }
+                metrics: LoopMetrics = {"progress/batch": step, "progress/done_frac": (step + 1) / end}
                 self.session.display.begin_step(step, end)
                 with self.session.traced_step(step) as window, timed("total", metrics):
                     metrics |= await self.evaluate(step)
@@ -240,13 +203,6 @@ class Loop:
                     minibatch, of_step = await self.train(step, batch)
                 metrics = window.get_timing_metrics() | metrics | batch.times | of_step
                 await self.log_and_save(step, minibatch, metrics)
-        if self.sampler.steps_done < end:
-            logger.warning(
-                "the data ran out after %d of %d steps: a step trains on as many groups as a batch has, besides those that "
-                "failed or were removed (groups/failed, groups/filtered)",
-                self.sampler.steps_done,
-                end,
-            )
 
     async def evaluate(self, step: int) -> LoopMetrics:
         """Metrics of the evaluators due before this step, on the newest snapshot."""
@@ -268,20 +224,15 @@ class Loop:
         if minibatch is None:
             with timed("prepare_minibatch", batch.times):
                 minibatch = await self.prepare(batch.groups)
-        for item in batch.groups:
-            self.errors.ingest(item.trajectory_group)
-            place = item.env_group_builder.pool_item
-            if self.pool is not None and place is not None and isinstance(item.trajectory_group, TrajectoryGroup):
-                self.pool.record(place, item.trajectory_group.get_total_rewards())
-        metrics = account_for_groups(step, batch.groups, minibatch, batch.stale, self.errors.get_metrics())
-        metrics["optim/lr"] = rate = self.learning_rate(step)
+        self.state.count_groups(batch.groups)
+        metrics = account_for_groups(step, batch.groups, minibatch, batch.stale, self.state.errors.get_metrics())
+        metrics["optim/lr"] = self.learning_rate(step)
         display.say_stages("replies")
         if minibatch.data_D:
             display.say(training_data_line(metrics))
         if self.config.num_groups_shown:
             with timed("write_transcripts", metrics):
-                rollouts = step_rollouts(batch.groups, minibatch)
-                write_transcripts(self.session, step, rollouts.first(self.config.num_groups_shown))
+                self.report.write_transcripts(step, batch.groups, minibatch)
         logprobs_D: list[torch.Tensor | None] = []
         try:
             if minibatch.data_D:
@@ -290,10 +241,8 @@ class Loop:
                 metrics |= of_update
         finally:  # keep what was sampled even if the update fails
             with timed("write_records", metrics):
-                about = run_settings(self.config, step, rate, self.config.training_loss_fn())
-                rollouts = step_rollouts(batch.groups, minibatch, logprobs_D, about)
-                write_records(self.config, self.session, self.records, rollouts, dict(metrics))
-        metrics |= {} if self.pool is None else self.pool.metrics()
+                self.report.write_records(step, batch.groups, minibatch, logprobs_D, metrics)
+        metrics |= {} if self.state.pool is None else self.state.pool.metrics()
         metrics |= self.progress.count(*tokens_used(minibatch, self.config.removes_groups()))
         sampled_tokens = sum(t.num_action_tokens for group in minibatch.groups for t in group.trajectories_G)
         trained_D, _ = finite_passes(minibatch.data_D, logprobs_D)
@@ -309,7 +258,7 @@ class Loop:
             # Here a batch is filtered: the members of a group that all have the same reward get no advantage. (Failed
             # groups are left out above; a datum of advantage zero is dropped in any case.)
             remove_constant=self.config.removes_groups(),
-            role_baselines=self.role_baselines,
+            role_baselines=self.state.role_baselines,
             # Here the KL penalty enters: `KLPenalty` changes the advantages of single tokens, before they are scaled.
             penalties=self.penalties,
             include_provenance=self.config.records_stability_info(),
@@ -346,9 +295,7 @@ class Loop:
         with scope_span_sync("after_update"):
             with timed("compute_kl_sample_train", metrics):
                 metrics |= of_engine | compute_kl_sample_train(*finite_passes(batch.data_D, logprobs_D))
-            if (alarm := kl_alarm(metrics, config.kl_alarm)) is not None:
-                logger.warning("step %d: %s", step, alarm)
-            metrics["optim/kl_alarm"] = int(alarm is not None)
+            metrics["optim/kl_alarm"] = int(warn_of_kl(step, metrics, config.kl_alarm))
             with timed("snapshot", metrics):
                 self.sampler.client = await self.in_progress.wait(self.sampler.submit_snapshot())
             self.sampler.client_step = step + 1
@@ -370,10 +317,8 @@ class Loop:
         session.run.log_metrics(metrics, step)
         sampler.steps_done = sampler.client_step = done
         self.in_progress.end()
-        error = self.untrained.count(step, minibatch)
-        if self.entropy is not None:
-            self.entropy.end_step()
-        self._keep_state()
+        error = self.state.end_step(step, minibatch)
+        self.state.store(done if self.pending is None else min(done, self.pending.oldest_batch()))
         if error is not None:
             raise error
         self.in_progress.check()
@@ -382,29 +327,15 @@ class Loop:
             return  # `finish` saves
         # Here a checkpoint is written: after the row of a step, if one is due (save_every and its like).
         if session.checkpoints.should_save(done):
-            self.records.wait()
+            self.report.wait()
             if self.pending is not None:
                 await self.pending.drain()
                 await self.pending.keep(f"{done:06d}")
         await session.checkpoints.maybe_save(done, {"batch": done})
 
-    def _keep_state(self) -> None:
-        """The state that a checkpoint stores, in addition to the number of finished steps."""
-        state = self.session.checkpoints.loop_state
-        if self.role_baselines.means:
-            state[_ROLES_KEY] = dict(self.role_baselines.means)
-        state[_UNTRAINED_KEY] = self.untrained.in_a_row
-        if self.entropy is not None:
-            state[_ENTROPY_KEY] = self.entropy.state
-        if self.pool is not None:
-            done = self.sampler.steps_done
-            state[_POOL_KEY] = self.pool.state(done if self.pending is None else min(done, self.pending.oldest_batch()))
-        if self.errors.counts or self.errors.groups_skipped:
-            state[_ERRORS_KEY] = {"counts": dict(self.errors.counts), "groups_skipped": self.errors.groups_skipped}
-
     async def save_stopped(self) -> None:
         """Save before an error ends the run, so that a resumed run keeps the finished steps."""
-        self.records.close()
+        self.report.close()
         done = self.sampler.steps_done
         if self.in_progress.none.is_set() and done > self.sampler.start:
             if self.pending is not None:
@@ -416,8 +347,8 @@ class Loop:
         session, done, end = self.session, self.sampler.steps_done, self.sampler.end
         if session.is_complete(self.sampler.start, end):
             return
-        self.records.wait()
-        self.untrained.check_run(end)
+        self.report.wait()
+        self.state.untrained.check_run(end)
         if due := self.rounds.at_end():
             final = await self._run_evaluators(due, done)
             about = {"progress/batch": done, "progress/done_frac": 1.0, **self.progress.row()}

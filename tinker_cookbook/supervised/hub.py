@@ -54,7 +54,7 @@ class HubOptions(hub.HubSplits):
 
 
 @chz.chz(typecheck=True)
-class FromHFConversationsBuilder(hub.HubDatasetKey, HubOptions, HoldOut, ChatDatasetBuilder):
+class FromHFConversationsBuilder(hub.DatasetKey, HubOptions, HoldOut, ChatDatasetBuilder):
     """Conversations from a Hugging Face dataset. All assistant messages are trained unless common_config says otherwise.
 
     With a test split or a stream, `test_size` bounds the rows of the test set.

@@ -138,15 +138,15 @@ def some_of_each_class(examples: Sequence[LabelledPicture], per_class: int | Non
 
 
 @chz.chz(typecheck=True)
-class ClassifierKeys(ExampleSizes, FieldGroup, max_length=None):
+class ClassifierKeys(hub.DatasetKey, hub.TrainSplit, ExampleSizes, FieldGroup, max_length=None):
     """Pictures with labels."""
 
-    DOCS = docs(batch_size="pictures per step")
-
-    dataset: str = chz.field(
-        doc=f"{SHAPES} (drawn), {', '.join(KNOWN)} of the hub, a .jsonl/.csv/.parquet file of image and label, or a hub id"
+    DOCS = docs(
+        batch_size="pictures per step",
+        dataset=f"{SHAPES} (drawn), {', '.join(KNOWN)} of the hub, a .jsonl/.csv/.parquet file of image and label, or a hub id",
+        split="split of a hub dataset to train on",
     )
-    split: str = chz.field(default="train", doc="split of a hub dataset to train on")
+
     test_split: str = chz.field(default="test", doc="split of a hub dataset to test on")
     test_size: int = chz.field(
         default=128, doc="pictures to test on, held out of a file or drawn", validator=chz.validators.gt(0)

@@ -8,9 +8,9 @@ from typing import TypeVar
 
 import chz
 
-from tinker_cookbook.data.rows import BadRows, OnBadRow
+from tinker_cookbook.data.rows import BadRows
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
-from tinker_cookbook.field_groups import BatchSize, NamedRenderer
+from tinker_cookbook.field_groups import BadRowKey, BatchSize, NamedRenderer
 from tinker_cookbook.models import info as model_info
 from tinker_cookbook.renderers import Renderer, TrainOnWhat, get_renderer_of_model
 from tinker_cookbook.tokenizer_utils import Tokenizer, get_tokenizer
@@ -160,12 +160,8 @@ class ExampleSizes(BatchSize, FieldGroup):
 
 
 @chz.chz(typecheck=True)
-class ExampleKeys(ExampleSizes, FieldGroup):
+class ExampleKeys(ExampleSizes, BadRowKey, FieldGroup):
     """How rows become batches of examples."""
-
-    on_bad_row: OnBadRow = chz.field(
-        default="raise", doc="a malformed row, or one that cannot be trained on: raise, or skip and count it"
-    )
 
 
 @chz.chz(typecheck=True)

@@ -7,7 +7,7 @@ import chz
 
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.field_groups import RendererKey
+from tinker_cookbook.field_groups import ModelKey, RendererKey
 from tinker_cookbook.models import info as model_info
 from tinker_cookbook.renderers.datum_text import colorize_example
 from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig, ConversationKeys, SupervisedDatasetBuilder
@@ -21,14 +21,17 @@ DATASETS = "tinker_cookbook.recipes.chat_sl.chat_datasets"
 
 
 @chz.chz
-class Config(RendererKey, ConversationKeys, max_length=None, batch_size=EXAMPLES):
+class Config(
+    ModelKey, RendererKey, ConversationKeys, model_name="meta-llama/Llama-3.1-8B", max_length=None, batch_size=EXAMPLES
+):
     """What to show."""
 
     DOCS = docs(
-        renderer_name="how messages become tokens; None: the model's own", batch_size="how many examples are shown"
+        model_name="model whose tokenizer is used",
+        renderer_name="how messages become tokens; None: the model's own",
+        batch_size="how many examples are shown",
     )
 
-    model_name: str = chz.field(default="meta-llama/Llama-3.1-8B", doc="model whose tokenizer is used")
     dataset_path: str = chz.field(
         default="Tulu3Builder", doc="package.module:Builder, or a builder's name among the recipes' datasets"
     )

@@ -26,13 +26,13 @@ from tinker_cookbook.env.task import Task, TaskItem
 from tinker_cookbook.env.task_data import load_items
 from tinker_cookbook.env.tasks import get_task
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
-from tinker_cookbook.field_groups import LongestReply, Seeded, Temperature
+from tinker_cookbook.field_groups import LongestReply, Seeded, SystemPrompt, Temperature
 from tinker_cookbook.renderers import Renderer
 from tinker_cookbook.rl.metric_util import dataset_to_env_group_builders
 from tinker_cookbook.rl.records import transition_record
 from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset, TrajectoryGroup
-from tinker_cookbook.utils.fields import REQUIRED
+from tinker_cookbook.utils.fields import REQUIRED, docs
 from tinker_cookbook.utils.files import (
     append_jsonl,
     read_json_object,
@@ -65,8 +65,10 @@ class Benchmark:
 
 
 @chz.chz(typecheck=True)
-class BenchmarkKeys:
+class BenchmarkKeys(SystemPrompt):
     """How often items are tried, and what counts as solved."""
+
+    DOCS = docs(system_prompt="before each question of a benchmark by name; None: none. Tasks have their own")
 
     num_samples: int = chz.field(
         default=1, doc="tries per item (more where a group gives several at a time)", validator=chz.validators.gt(0)
@@ -77,9 +79,6 @@ class BenchmarkKeys:
         doc="a try is solved if this metric of its trajectory (or `reward`) is at least the threshold",
     )
     success_threshold: float = chz.field(default=0.5, doc="see success_metric")
-    system_prompt: str | None = chz.field(
-        default=None, doc="before each question of a benchmark by name; None: none. Tasks have their own"
-    )
 
 
 @chz.chz(typecheck=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import chz
 
-from tinker_cookbook.data.rows import BadRows, OnBadRow
+from tinker_cookbook.data.rows import BadRows
 from tinker_cookbook.env.dataset import DatasetSettings, Environment, Groups, Place
 from tinker_cookbook.env.shipped.code.grading import Grade, grade
 from tinker_cookbook.env.shipped.code.problems import (
@@ -21,7 +21,7 @@ from tinker_cookbook.env.shipped.code.problems import (
     load_problems,
 )
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.field_groups import TestDataset, TurnLimit
+from tinker_cookbook.field_groups import BadRowKey, TestDataset, TurnLimit
 from tinker_cookbook.renderers import Message, get_text_content
 from tinker_cookbook.rl.message_env import MessageEnv, MessageStepResult
 from tinker_cookbook.rl.message_groups import MessageGroupBuilder
@@ -166,7 +166,7 @@ class CodeEnv(MessageEnv):
 
 @chz.chz(typecheck=True)
 class CodeProblems(
-    CodeRewardKeys, TurnLimit, TestDataset, SandboxKeys, Environment, max_turns=2, wall_s=4.0, cpu_s=4.0
+    CodeRewardKeys, TurnLimit, TestDataset, BadRowKey, SandboxKeys, Environment, max_turns=2, wall_s=4.0, cpu_s=4.0
 ):
     """Programming problems in groups of attempts, reshuffled for each pass; the test problems are asked once each."""
 
@@ -181,7 +181,6 @@ class CodeProblems(
         default=SHIPPED, doc=f"{SHIPPED} (shipped), {DEEPCODER}, a .jsonl/.csv/.parquet file, or a hub id"
     )
     columns: ProblemColumns = chz.field(default_factory=ProblemColumns, doc="columns with other names than usual")
-    on_bad_row: OnBadRow = chz.field(default="raise", doc="rows that are no problem: raise, or skip and count them")
 
     def shared_system_prompt(self, settings: DatasetSettings) -> str:
         return SYSTEM

@@ -14,7 +14,7 @@ import chz
 from tinker_cookbook.env.dataset import DatasetSettings, Environment, Groups, Place
 from tinker_cookbook.env.shipped.terminal.tasks import KINDS, TerminalTask, read_tasks
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.field_groups import TurnLimit
+from tinker_cookbook.field_groups import TestDataset, TurnLimit
 from tinker_cookbook.renderers import Message, get_text_content
 from tinker_cookbook.rl.message_env import MessageEnv, MessageStepResult
 from tinker_cookbook.rl.message_groups import MessageGroupBuilder
@@ -78,16 +78,15 @@ class TerminalEnv(MessageEnv):
 
 
 @chz.chz(typecheck=True)
-class Terminal(TurnLimit, SandboxKeys, Environment, max_turns=6):
+class Terminal(TurnLimit, TestDataset, SandboxKeys, Environment, max_turns=6):
     """Tasks for a terminal: drawn ones, or those of a file."""
 
-    DOCS = docs(max_turns="commands per episode")
+    DOCS = docs(max_turns="commands per episode", test_dataset="held-out tasks of a file, with a dataset")
 
     kind: Literal["repair", "count", "mixed"] = chz.field(
         default="mixed", doc="drawn tasks: repair a script, count in a tree of files, or both"
     )
     dataset: str | None = chz.field(default=None, doc="tasks of a .jsonl file; None: drawn ones")
-    test_dataset: str | None = chz.field(default=None, doc="held-out tasks of a file, with a dataset")
 
     def shared_system_prompt(self, settings: DatasetSettings) -> str:
         return SYSTEM
