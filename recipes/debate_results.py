@@ -305,7 +305,8 @@ def sentence(runs: Sequence[Run]) -> str:
     debates, others = [run for run in runs if run.protocol == "debate"], rivals(runs)
     if not debates or not others:
         return "Nothing to compare: the sentence needs debate and another protocol without the truth."
-    best = max(others, key=lambda name: estimate(others[name], "correct_I").mean)
+    # On the base models and seeds that both have: a study that goes on may have added a signal to some alone.
+    best = min(others, key=lambda name: lead(debates, others[name]).mean)
     difference, accuracy = lead(debates, others[best]), estimate(debates, "correct_I")
     how = "beats" if difference.low > 0 else "loses to" if difference.high < 0 else "cannot be told apart from"
     tokens, bases = fmean(run.tokens for run in debates), len(by_base(debates))

@@ -162,6 +162,17 @@ def test_the_sentence_says_what_the_interval_says(debate: float, words: str) -> 
     assert "0.5" in said
 
 
+def test_the_best_other_signal_is_found_on_what_both_have_run() -> None:
+    """One that ran on the easier base model alone is not the better for it."""
+    easy, hard = (replace(RUNS[0], base=base, after=measured(after)) for base, after in (("easy", 0.9), ("hard", 0.3)))
+    of_both = [
+        replace(easy, protocol="direct", after=measured(0.8)),
+        replace(hard, protocol="direct", after=measured(0.2)),
+    ]
+    alone = replace(easy, protocol="consultancy", after=measured(0.7))
+    assert ", direct (" in sentence([easy, hard, *of_both, alone])
+
+
 @pytest.mark.slow
 def test_what_is_shown_says_what_new_questions_are(capsys: pytest.CaptureFixture[str]) -> None:
     """As README.md does; and the share is that of the shipped trails, each of as many steps as there are labels."""
