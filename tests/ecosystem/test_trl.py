@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -65,12 +66,31 @@ SDPO = {
 
 
 @pytest.fixture(scope="module")
-def trl(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("trl")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The variables of a process that has TRL."""
+    packages = tmp_path_factory.mktemp("packages")
     try:
-        install(folder / "packages", [f"trl=={VERSION}", "accelerate", "datasets"])
+        install(packages, [f"trl=={VERSION}", "accelerate", "datasets"])
     except IndexUnreachableError as error:
         pytest.skip(str(error))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(packages)])}
+
+
+def run_with_trl(environment: dict[str, str], *arguments: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=2 * HANG_SECONDS,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.fixture(scope="module")
+def trl(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("trl")
     given = {"batch": BATCH, "max_tokens": MAX_TOKENS, "penalty_tokens": PENALTY_TOKENS, "lengths": list(range(30))}
     given |= {
         "rewards": REWARDS.tolist(),
@@ -82,15 +102,7 @@ def trl(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "sdpo": SDPO,
     }
     (folder / "given.json").write_text(json.dumps(given))
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.ecosystem.trl_formulas", str(folder / "given.json"), str(folder / "found.json")],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder / "packages")])},
-        capture_output=True,
-        text=True,
-        timeout=2 * HANG_SECONDS,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_with_trl(environment, "tests.ecosystem.trl_formulas", str(folder / "given.json"), str(folder / "found.json"))
     found = json.loads((folder / "found.json").read_text())
     assert found["version"] == VERSION
     return found
@@ -192,3 +204,25 @@ def test_sdpo(trl: dict[str, Any]) -> None:
     (found,) = torch.autograd.grad(loss.compute(lp, inputs, loss.config).sum(), student)
     assert float(found.abs().max()) > 0.1
     np.testing.assert_allclose(found.numpy(), trl["sdpo"], rtol=1e-9, atol=1e-12)
+
+
+def test_full_fine_tuning_has_the_losses_of_its_trainer(environment: dict[str, str], tmp_path: Path) -> None:
+    run_with_trl(environment, "benchmarks.full_fine_tuning", "rates=1e-3", "seeds=0", "steps=3", f"output={tmp_path}")
+    (path,) = tmp_path.glob("*.json")
+    (curves,) = json.loads(path.read_text())["measurements"].values()
+    assert len(curves["TRL"]) == 3 and curves["TRL"][-1] < 0.9 * curves["TRL"][0]
+    np.testing.assert_allclose(curves["ours"], curves["TRL"], rtol=1e-5)
+    np.testing.assert_allclose(*curves["held out"], rtol=1e-5)
+
+
+def test_its_trainer_plays_the_known_tasks(environment: dict[str, str], tmp_path: Path) -> None:
+    small = {"max_steps": 2, "eval_every": 2, "num_test": 8, "groups_per_batch": 2, "group_size": 4, "lora_rank": 4}
+    keys = [f"set.{key}={value}" for key, value in small.items()]
+    keys += ["tasks=alphabet_sort,arithmetic", "seeds=0", f"sweep_dir={tmp_path / 'study'}", f"output={tmp_path}"]
+    run_with_trl({**environment, "TINKER_LOCAL_HOME": str(tmp_path / "home")}, "benchmarks.known_tasks", *keys)
+    (path,) = tmp_path.glob("*.json")
+    runs = json.loads(path.read_text())["measurements"]["runs"]
+    assert [(run["part"], run["trainer"]) for run in runs] == [
+        (task, trainer) for task in ("alphabet_sort", "arithmetic") for trainer in ("this library", "TRL")
+    ]
+    assert all(0 <= run[key] <= 1 for run in runs for key in ("before", "after", "right_before", "right_after"))
