@@ -11,12 +11,13 @@ The folder gets rows.parquet (every step of every run), runs.parquet (a row per 
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from typing import NamedTuple
 
 import chz
 
-from recipes.study_common import LEAN_RL, Reading, Section, StudyKeys, cell, run_and_tell
+from recipes.study_common import LEAN_RL, Section, StudyKeys, cell, read_parts, run_and_tell
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.sweeps.points import SEED_KEY, Value, gather_keys
@@ -129,20 +130,10 @@ def sentences(cli: CLIConfig, runs: "pandas.DataFrame") -> list[str]:
     return said
 
 
-def reading(cli: CLIConfig, study: Sequence[Part]) -> Reading:
-    """What is measured of a run, and what is said of all."""
-
-    def tell(runs: "pandas.DataFrame") -> tuple[list[Section], list[str]]:
-        steps = ", ".join(f"{part.name} {part.fixed[STEPS_KEY]}" for part in study)
-        about = f"{cli.form}: {len(runs)} runs, of so many batches of RL each: {steps}."
-        return tables(cli, runs), [about, *sentences(cli, runs)]
-
-    return Reading(measure, tell)
-
-
 async def main(cli: CLIConfig) -> None:
     study = parts(cli)
-    await run_and_tell(cli, RECIPE, study, [SEED_KEY], lambda rows: reading(cli, study))
+    reading = read_parts(cli, study, measure, partial(tables, cli), partial(sentences, cli))
+    await run_and_tell(cli, RECIPE, study, [SEED_KEY], lambda rows: reading)
 
 
 if __name__ == "__main__":

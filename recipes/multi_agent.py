@@ -20,7 +20,7 @@ import chz
 
 from recipes.common import for_model
 from recipes.rl_common import dataset_of, train_and_show, train_config
-from recipes.warm_up import BATCH_SIZE, GENTLE_RATES, TINY_STEPS, WarmUpConfig, train_first, warm_up_steps
+from recipes.warm_up import BATCH_SIZE, GENTLE_RATES, TINY_STEPS, WarmUpConfig, warm_up_on, warm_up_steps
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.env.games import Match
 from tinker_cookbook.env.multi_agent import MultiAgent, RoleEnv, check_game, multi_agent_env
@@ -145,10 +145,7 @@ async def main(cli: CLIConfig) -> RunSummary:
     steps = warm_up_steps(cli, TINY_STEPS if "random" in getattr(env.game, "scripts", {}) else 0)
     written = await conversations(cli, env, steps) if steps else []
     folder = [name, cli.opponent, f"{cli.groups_per_batch}x{cli.group_size}"]
-    config = train_config(cli, RECIPE, builder, folder, advantage=ADVANTAGE)
-    if written:
-        state = await train_first(cli, config, written, builder.renderer_name)
-        config = chz.replace(config, load_checkpoint_path=state)
+    config = await warm_up_on(cli, train_config(cli, RECIPE, builder, folder, advantage=ADVANTAGE), written)
     metrics = [f"{role}/{key}" for role in env.roles for key in ("reward", "forfeit")]
     return await train_and_show(config, metrics)
 

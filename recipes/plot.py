@@ -18,7 +18,7 @@ from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.field_groups import RunFolder
 from tinker_cookbook.report.figures import curves, draw, metric_named
-from tinker_cookbook.report.runs import open_runs
+from tinker_cookbook.report.runs import listed_folders, open_runs
 from tinker_cookbook.utils.fields import docs
 
 
@@ -45,9 +45,7 @@ class CLIConfig(RunFolder):
 
 
 def main(cli: CLIConfig) -> None:
-    paths = [path for path in cli.log_path.split(",") if path]
-    if not paths:
-        raise ConfigurationError("log_path: give at least one folder")
+    paths = listed_folders(cli.log_path)
     runs = open_runs(paths)
     x, y = metric_named(cli.x, runs), metric_named(cli.y, runs)
     lines = curves(runs, x, y, cli.smoothing, cli.band)

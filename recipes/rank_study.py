@@ -14,11 +14,12 @@ The folder gets rows.parquet (every step of every run), runs.parquet (a row per 
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import chz
 
-from recipes.study_common import LEAN, LEAN_RL, Reading, Section, StudyKeys, cell, run_and_tell
+from recipes.study_common import LEAN, LEAN_RL, Section, StudyKeys, cell, read_parts, run_and_tell
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.sweeps.points import SEED_KEY, Value, gather_keys
@@ -260,20 +261,10 @@ def _of_best(cli: CLIConfig, runs: "pandas.DataFrame", name: str, sign: int) -> 
     return f"at the best rate of each seed {shown}; rank {low} minus rank {high} {cell(student_mean(gaps), 3)}."
 
 
-def reading(cli: CLIConfig, study: Sequence[Part]) -> Reading:
-    """What is measured of a run, and what is said of all."""
-
-    def tell(runs: "pandas.DataFrame") -> tuple[list[Section], list[str]]:
-        steps = ", ".join(f"{part.name} {part.fixed[STEPS_KEY]}" for part in study)
-        about = f"{cli.form}: {len(runs)} runs, of so many batches each: {steps}."
-        return tables(cli, runs), [about, *sentences(cli, runs)]
-
-    return Reading(measure, tell)
-
-
 async def main(cli: CLIConfig) -> None:
     study = parts(cli)
-    await run_and_tell(cli, RECIPE, study, [RANK, RATE, SEED_KEY], lambda rows: reading(cli, study))
+    reading = read_parts(cli, study, measure, partial(tables, cli), partial(sentences, cli))
+    await run_and_tell(cli, RECIPE, study, [RANK, RATE, SEED_KEY], lambda rows: reading)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from tinker_cookbook.report import failures
 from tinker_cookbook.report.export import INSPECT_SUFFIX, SPANS_SUFFIX, chosen_steps, write_inspect_log, write_spans
 from tinker_cookbook.report.page import write_page
 from tinker_cookbook.report.rollouts import index_run, words_of
-from tinker_cookbook.report.runs import RunData, open_runs
+from tinker_cookbook.report.runs import RunData, listed_folders, open_runs
 from tinker_cookbook.report.serve import serve
 from tinker_cookbook.utils.fields import docs
 from tinker_cookbook.utils.files import write_bytes
@@ -64,9 +64,7 @@ class CLIConfig(RunFolder):
 
 
 def main(cli: CLIConfig) -> None:
-    paths = [path for path in cli.log_path.split(",") if path]
-    if not paths:
-        raise ConfigurationError("log_path: give at least one folder")
+    paths = listed_folders(cli.log_path)
     if cli.serve and cli.out is not None:
         raise ConfigurationError("out and serve=true are given: give one of them")
     suffix = Path(cli.out).suffix if cli.out is not None else SUFFIXES[0]

@@ -18,7 +18,7 @@ from tinker_cookbook.cli_utils import default_log_path
 from tinker_cookbook.exceptions import ConfigurationError, TrainingError
 from tinker_cookbook.report.tables import markdown_table, print_table
 from tinker_cookbook.sweeps.points import Value
-from tinker_cookbook.sweeps.study import Measure, Part, reduced, run_study, study_rows, write_parquet
+from tinker_cookbook.sweeps.study import STEPS_KEY, Measure, Part, reduced, run_study, study_rows, write_parquet
 from tinker_cookbook.utils.fields import FieldGroup, docs
 from tinker_cookbook.utils.files import write_text
 from tinker_cookbook.utils.intervals import Estimate
@@ -93,6 +93,23 @@ class Reading(NamedTuple):
     """of a run"""
     tell: Callable[["pandas.DataFrame"], tuple[Sequence[Section], Sequence[str]]]
     """tables and sentences, from a row per finished run"""
+
+
+def read_parts(
+    cli: StudyKeys,
+    parts: Sequence[Part],
+    measure: Measure,
+    tables: Callable[["pandas.DataFrame"], Sequence[Section]],
+    sentences: Callable[["pandas.DataFrame"], Sequence[str]],
+) -> Reading:
+    """A reading whose first sentence is about the form, and the batches of each part."""
+
+    def tell(runs: "pandas.DataFrame") -> tuple[Sequence[Section], Sequence[str]]:
+        batches = ", ".join(f"{part.name} {part.fixed[STEPS_KEY]}" for part in parts)
+        about = f"{cli.form}: {len(runs)} runs, of so many batches each: {batches}."
+        return tables(runs), [about, *sentences(runs)]
+
+    return Reading(measure, tell)
 
 
 async def run_and_tell(

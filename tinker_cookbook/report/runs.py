@@ -64,6 +64,14 @@ class RunData:
         return [info.iteration for info in self.store.list_iterations() if info.has_train_rollouts]
 
 
+def listed_folders(log_path: str) -> list[str]:
+    """The folders of the key `log_path`, which commas separate. Raises ConfigurationError when there is none."""
+    paths = [path for path in log_path.split(",") if path]
+    if not paths:
+        raise ConfigurationError("log_path: give at least one folder")
+    return paths
+
+
 def open_runs(paths: Sequence[str]) -> list[RunData]:
     """The runs in some folders; each folder is a run or contains several (a sweep), to the registry's depth.
 
