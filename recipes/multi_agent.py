@@ -41,7 +41,7 @@ RECIPE = "multi_agent"
 
 def _problem(part: Any) -> str | None:
     if not isinstance(part, type):
-        return "is no class"
+        return "is not a class"
     try:
         check_game(part)
     except ConfigurationError as error:
@@ -81,9 +81,9 @@ class CLIConfig(OpponentKeys, WarmUpConfig, rates=GENTLE_RATES, max_steps=16, nu
     game_args: dict[str, Any] = chz.field(default_factory=dict, doc="arguments of the game, as game.name=value")
     test_opponent: str | None = chz.field(
         default=None,
-        doc="who evaluations are played against; default: as the game says (kuhn_poker: random, shared_sum: self)",
+        doc="the opponent of evaluations; default: the game's own (kuhn_poker: random, shared_sum: self)",
     )
-    trained_roles: str | None = chz.field(default=None, doc="roles that are trained, with commas; default: all of them")
+    trained_roles: str | None = chz.field(default=None, doc="roles to train, separated by commas; default: all of them")
 
 
 def make_env(cli: CLIConfig) -> MultiAgent:

@@ -26,11 +26,11 @@ from tinker_cookbook.utils.fields import docs
 class CLIConfig(RunFolder):
     """Keys of `python -m recipes.plot`."""
 
-    DOCS = docs(log_path="folder of a run, or of several runs; more than one, divided by commas")
+    DOCS = docs(log_path="folder of a run, or of several runs; more than one, separated by commas")
 
     y: str = chz.field(doc="the metric")
     x: str = chz.field(
-        default="step", doc="over what: step, progress/sampled_tokens, progress/seconds or another metric"
+        default="step", doc="the x axis: step, progress/sampled_tokens, progress/seconds or another metric"
     )
     out: str = chz.field(doc="the file: .svg, .pdf or .png")
     smoothing: float = chz.field(

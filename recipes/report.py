@@ -1,6 +1,6 @@
-"""What runs came to, as one page: result, ranking, curves, every rollout token by token, debates, and a chat with a checkpoint.
+"""The results of runs on one page: outcome, ranking, curves, every rollout token by token, debates, and a chat with a checkpoint.
 
-    python -m recipes.report log_path=RUN                    # writes RUN/report.html, which needs nothing else to be looked at
+    python -m recipes.report log_path=RUN                    # writes RUN/report.html, a self-contained page
     python -m recipes.report log_path=RUN,OTHER_RUN          # both in one page
     python -m recipes.report log_path=SWEEP out=sweep.html   # all runs below a folder
     python -m recipes.report log_path=RUN serve=true         # the same page and a chat with a checkpoint, of a live run too
@@ -39,7 +39,7 @@ SUFFIXES = (".html", *EXPORTS)
 class CLIConfig(RunFolder):
     """Keys of `python -m recipes.report`."""
 
-    DOCS = docs(log_path="folder of a run, or of several runs; more than one, divided by commas")
+    DOCS = docs(log_path="folder of a run, or of several runs; more than one, separated by commas")
 
     out: str | None = chz.field(
         default=None,

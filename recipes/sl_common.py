@@ -38,7 +38,7 @@ class ChatKeys(ConversationKeys, train_on_what=TrainOnWhat.ALL_ASSISTANT_MESSAGE
 
     DOCS = docs(batch_size="conversations per step", train_on_what="which tokens train: " + ", ".join(TrainOnWhat))
 
-    hub: HubOptions | None = chz.field(default=None, doc="how a hub dataset is read, if not in the usual way")
+    hub: HubOptions | None = chz.field(default=None, doc="how to read a hub dataset; None: in the usual way")
 
 
 @chz.chz(typecheck=True)

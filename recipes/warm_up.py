@@ -43,11 +43,11 @@ WriteConversation = Callable[[Renderer, random.Random], Awaitable[list[Message]]
 BATCH_SIZE = 16
 TINY_STEPS = 40
 FORM_STEPS = 56
-"""On given conversations, whose form is longer than a move in a game."""
+"""On given conversations, whose format is longer than a move in a game."""
 TINY_RATE = 3e-3
-"""Higher than what suits the shipped model otherwise: it has a form to learn from scratch, and few steps."""
+"""Higher than otherwise for the shipped model: it has to learn a format from scratch, in few steps."""
 GENTLE_RATE = 3e-4
-"""For reinforcement learning on the shipped model after it has learnt to copy: at 1e-3 it soon forgets that again."""
+"""For reinforcement learning on the shipped model after it has learnt to copy: at 1e-3 it soon forgets that."""
 GENTLE_RATES = RL_RATES._replace(tiny=GENTLE_RATE)
 
 
@@ -81,7 +81,7 @@ class WarmUpDataConfig(WarmUpConfig):
 
     warm_up_data: str | None = chz.field(
         default=None,
-        doc="JSONL file of conversations that show the form of replies, for the supervised stage; None: no stage",
+        doc="JSONL file of conversations that show the format of replies, for the supervised stage; None: no stage",
     )
     warm_up_tiny_steps: int = chz.field(
         default=FORM_STEPS,

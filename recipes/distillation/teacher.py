@@ -73,5 +73,5 @@ async def make_teacher(config: train.Config) -> TeacherConfig:
     await train.main(config)
     record = get_last_checkpoint(config.log_path, "sampler_path")
     if record is None or not record.final:
-        raise CheckpointError(f"{config.log_path} holds no finished teacher; delete the folder and start over")
+        raise CheckpointError(f"{config.log_path} has no finished teacher; delete the folder and start over")
     return TeacherConfig(base_model=config.model_name, load_checkpoint_path=record.sampler_path)

@@ -86,7 +86,7 @@ def open_runs(paths: Sequence[str]) -> list[RunData]:
         root = Path(given).expanduser().resolve()
         if not root.is_dir():
             raise ConfigurationError(
-                f"log_path: {given!r} is no folder; give the folder of a run, or one with runs in it"
+                f"log_path: {given!r} is not a folder; give the folder of a run, or one with runs in it"
             )
         registry = RunRegistry([LocalStorage(root)])
         infos = registry.refresh()

@@ -175,7 +175,7 @@ class RLOptions(MonitorKeys, Truncation, Termination, UpdateOptions):
     on_zero_advantages: ZeroAdvantages = chz.field(
         default="stop",
         doc="a batch in which no advantage differs from zero is skipped and counted; stop: several in a row end the run; "
-        "skip: the run goes on, even if it never trains, as a custom script does by default; raise: the first ends the run",
+        "skip: the run continues, even if it never trains, as a custom script does by default; raise: the first ends the run",
     )
     max_zero_advantage_steps: int = chz.field(
         default=3, doc="on_zero_advantages=stop: this many in a row end the run", validator=chz.validators.gt(0)
@@ -185,8 +185,8 @@ class RLOptions(MonitorKeys, Truncation, Termination, UpdateOptions):
     )
     replace_constant_groups: int = chz.field(
         default=0,
-        doc="a group whose rewards are all equal, or that failed, is replaced by another one, up to so many times "
-        "(groups/replaced): the dynamic sampling of DAPO; 0: never",
+        doc="how often to replace a group that failed or whose rewards are all equal by another one (groups/replaced): the "
+        "dynamic sampling of DAPO; 0: never",
         validator=chz.validators.ge(0),
     )
     curriculum: CurriculumConfig | None = chz.field(

@@ -347,7 +347,7 @@ class _Rollout:
             transition.episode_done = False
         if following is None:
             raise DataValidationError(
-                f"{type(self.env).__name__}.step: next_observation is None, but the rollout goes on after turn "
+                f"{type(self.env).__name__}.step: next_observation is None, but the rollout continues after turn "
                 f"{len(self.transitions) - 1}; give the next prompt, or set episode_done=True"
             )
         self.truncations += action.stop_reason == "length"

@@ -95,7 +95,7 @@ def check_safe(names: Iterable[str]) -> None:
 def read_overrides(name: str, given: Mapping[str, Any], with_levels: bool) -> str:
     """The JSON of a generator's overrides.
 
-    Raises ConfigurationError: an unknown key, a value that the config refuses, one that is no JSON, or a key that the
+    Raises ConfigurationError: an unknown key, a value that the config refuses, one that is not JSON, or a key that the
     curriculum sets.
     """
     known = config_keys(name)

@@ -116,7 +116,7 @@ class ServedTaskset(vf.Taskset[ServedTask, ServedConfig]):
         train, test = _finished(builder())
         dataset = train if self.config.split == "train" else test
         if dataset is None:
-            raise ConfigurationError(f"{self.config.id}: the environment holds no test tasks; leave out split=test")
+            raise ConfigurationError(f"{self.config.id}: the environment has no test tasks; leave out split=test")
         refuse_pool(dataset, self.config.id)
         return dataset
 
@@ -208,7 +208,7 @@ class _Agent(TokenCompleter):
         seen = len(self._seen)
         if conversation[: seen - 1] != self._seen[:-1]:
             raise ConfigurationError(
-                "the environment changed what was said; verifiers can only go on with a conversation"
+                "the environment changed earlier messages; verifiers can only append to a conversation"
             )
         return [_wire(message) for message in conversation[seen:]]
 

@@ -1,4 +1,4 @@
-"""A rule against programs that know the shown tests by heart instead of solving the problem."""
+"""A rule against programs that hard-code the shown tests instead of solving the problem."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _cases(tree: ast.AST) -> Iterator[_Case]:
 
 
 def _compared(test: ast.expr) -> list[Any]:
-    """The constants in comparisons by == or `in`, wherever they stand in a condition."""
+    """The constants in comparisons by == or `in`, anywhere in a condition."""
     found: list[Any] = []
     for node in ast.walk(test):
         if isinstance(node, ast.Compare):

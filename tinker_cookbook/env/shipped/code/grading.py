@@ -143,7 +143,7 @@ def _close(one: str, other: str) -> bool:
 
 
 def same_value(got: Any, wanted: Any) -> bool:
-    """Whether two values of JSON are equal; numbers that are no integers may differ by TOLERANCE."""
+    """Whether two values of JSON are equal; numbers other than integers may differ by TOLERANCE."""
     if isinstance(got, bool) or isinstance(wanted, bool):
         return got is wanted
     if isinstance(got, int | float) and isinstance(wanted, int | float):
