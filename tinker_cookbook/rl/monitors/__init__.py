@@ -104,7 +104,7 @@ class MonitorKeys(FieldGroup):
 
 
 def _name(given: str | Callable[..., Any]) -> str:
-    """Of a monitor in metrics: of package.module:function what stands behind the colon."""
+    """The name of a monitor in metrics: of package.module:function the part after the colon."""
     text = given if isinstance(given, str) else describe(given)
     return text.rpartition(":")[2].rpartition(".")[2]
 
