@@ -261,7 +261,7 @@ def test_generators_without_levels_have_no_curriculum() -> None:
 def test_questions_that_change_with_the_process_need_a_hash_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     with pytest.raises(
-        ConfigurationError, match="ransom_note asks other questions in every process; set PYTHONHASHSEED=0"
+        ConfigurationError, match="ransom_note asks different questions in every process; set PYTHONHASHSEED=0"
     ):
         gym("ransom_note")
     monkeypatch.setenv("PYTHONHASHSEED", "0")

@@ -75,7 +75,7 @@ class ItemPool(Protocol):
         ...
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from the state of a checkpoint."""
+        """Continue from the state of a checkpoint."""
         ...
 
 
@@ -151,6 +151,6 @@ class DifficultyPool:
         return {"easy": sorted(self._easy), "hard": sorted(self._hard), "cursor": self._cursor, "drawn": drawn}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from the pool of a checkpoint."""
+        """Continue from the pool of a checkpoint."""
         self._easy, self._hard, self._cursor = set(state["easy"]), set(state["hard"]), state["cursor"]
         self._drawn = {int(batch): items for batch, items in state["drawn"].items()}

@@ -94,7 +94,7 @@ class LevelPool:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from the levels of a checkpoint. Raises ConfigurationError if it has other generators."""
+        """Continue from the levels of a checkpoint. Raises ConfigurationError if it has other generators."""
         names = [generator.name for generator in self._mixture.generators]
         if set(state.get("levels", ())) != set(names):
             raise ConfigurationError(

@@ -203,7 +203,7 @@ class _Agent(TokenCompleter):
         if not self._seen:
             opened = [(message.role, message.content) for message in self._talk.trace.task.data.prompt]
             if opened != [(wired["role"], wired["content"]) for wired in map(_wire, conversation)]:
-                raise ConfigurationError("the environment opens otherwise than when the task was loaded")
+                raise ConfigurationError("the environment's opening differs from the one at loading")
             return None
         seen = len(self._seen)
         if conversation[: seen - 1] != self._seen[:-1]:

@@ -111,7 +111,7 @@ class CodeEnv(MessageEnv):
 
     Args:
         limits: of each test.
-        rewards: what a program is worth.
+        rewards: of programs.
     """
 
     def __init__(

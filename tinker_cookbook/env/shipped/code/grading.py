@@ -1,4 +1,4 @@
-"""Grades a program by its tests: it runs in a sandbox on their inputs, and what comes out is compared here."""
+"""Grades a program by its tests: it runs in a sandbox on their inputs, and its outputs are compared here."""
 
 import json
 import math
@@ -93,7 +93,7 @@ def _runner() -> str:
 
 
 def read_outcomes(result: SandboxResult, tests: Sequence[CodeTest]) -> tuple[Outcome, ...]:
-    """The outcome of each test. A program may write what it likes where the runner writes: what cannot be read has failed."""
+    """The outcome of each test. A program may write anything to the runner's output: what cannot be parsed counts as failed."""
     lines = [_read_line(line) for line in result.stdout.splitlines()]
     if lines and lines[0].get("status") == "compile":
         return (Outcome("compile", error=str(lines[0].get("error"))[:500]),) * len(tests)

@@ -1,4 +1,4 @@
-"""Programming problems with tests: what one is, and how rows of a file or of the hub become some."""
+"""Programming problems with tests, and how rows of a file or of the hub become problems."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -26,12 +26,12 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "function": ("function", "func_name", "fn_name"),
     "solution": ("solution",),
 }
-"""What a problem has -> the columns that it is looked for in."""
+"""Field of a problem -> the columns in which it is looked up."""
 
 
 @chz.chz(typecheck=True)
 class ProblemColumns:
-    """Columns of a dataset whose names are others than those of COLUMNS."""
+    """Columns of a dataset with other names than those of COLUMNS."""
 
     id: str | None = chz.field(default=None, doc="column of the problem's name")
     question: str | None = chz.field(default=None, doc="column of the statement")
