@@ -27,7 +27,6 @@ import chz
 import tinker
 
 from benchmarks.config import RESULTS
-from benchmarks.machine import facts
 from benchmarks.report import Report, Table, finish, number
 from benchmarks.scripted import ScriptedService
 from recipes import rl_basic
@@ -260,8 +259,7 @@ async def compare(
 
 async def measure(config: PacingConfig) -> Report:
     """Both tables, after a first step that loads the model."""
-    threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
-    report = Report("pacing", "tiny_chat", "float32", "cpu", facts(threads), [])
+    report = Report.of_recipes("pacing")
     report.measurements["config"] = {name: getattr(config, name) for name in chz.chz_fields(config) if name != "output"}
     waits = (
         f"{config.steps} steps of {config.groups} groups x {config.members}; rewards after {config.fast_seconds:g} s, "

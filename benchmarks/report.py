@@ -51,6 +51,11 @@ class Report:
         """An empty report with the machine's facts as they are now."""
         return cls(benchmark, config.shape, config.dtype, config.device, facts(config.threads), [])
 
+    @classmethod
+    def of_recipes(cls, benchmark: str) -> Report:
+        """The same of a benchmark that runs recipes, on the shipped model in float32 on the CPU."""
+        return cls(benchmark, "tiny_chat", "float32", "cpu", facts(int(os.environ.get("OMP_NUM_THREADS", "1"))), [])
+
     @property
     def name(self) -> str:
         return f"{self.benchmark}_{self.shape}_{self.dtype}_{self.device}"

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import chz
 
-from recipes.study_common import LEAN_RL, Section, StudyKeys, cell, read_parts, run_and_tell
+from recipes.study_common import LEAN_RL, Section, StudyKeys, cell, run_and_tell
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.sweeps.points import SEED_KEY, Value, gather_keys
@@ -131,9 +131,8 @@ def sentences(cli: CLIConfig, runs: "pandas.DataFrame") -> list[str]:
 
 
 async def main(cli: CLIConfig) -> None:
-    study = parts(cli)
-    reading = read_parts(cli, study, measure, partial(tables, cli), partial(sentences, cli))
-    await run_and_tell(cli, RECIPE, study, [SEED_KEY], lambda rows: reading)
+    reading = Reading(measure, partial(tables, cli), partial(sentences, cli))
+    await run_and_tell(cli, RECIPE, parts(cli), [SEED_KEY], lambda _: reading)
 
 
 if __name__ == "__main__":

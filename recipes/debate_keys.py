@@ -35,11 +35,15 @@ class Setting(NamedTuple):
 
 
 @chz.chz(typecheck=True)
-class StudyKeys:
+class Compared:
     """What is compared."""
 
     protocols: tuple[str, ...] = chz.field(default=OVERSIGHT, doc=f"which to compare: {', '.join(SIGNALS)}")
-    tokens: int = chz.field(default=24_000, doc="sampled tokens of each run", validator=chz.validators.gt(0))
+    tokens: int = chz.field(
+        default=24_000,
+        doc="sampled tokens that each policy is trained on",
+        validator=chz.validators.gt(0),
+    )
 
 
 @chz.chz(typecheck=True)
@@ -80,7 +84,7 @@ class StudyConfig(
     TuneKeys,
     BasesKeys,
     QuickForm,
-    StudyKeys,
+    Compared,
     TaskConfig,
     rates=RATES,
     model_name=tiny_debate,
@@ -99,6 +103,11 @@ class StudyConfig(
         quick=f"the first seed alone and {QUICK_TOKENS:,} tokens: some minutes on two idle cores",
     )
 
+    folds: tuple[str, ...] = chz.field(
+        default=(),
+        doc="data sets of the task in place of dataset: each run trains a policy on each, and the held-out questions of all "
+        "count as one test set. For collatz facts,other_facts: each planted fact is asked of policies that never trained on it",
+    )
     batch_tokens: int | None = chz.field(
         default=2000,
         doc="sampled tokens of each update, so that all protocols make as many updates; None: num_groups questions in each, "
@@ -123,10 +132,17 @@ class StudyConfig(
             raise ConfigurationError("seeds and protocols must name at least one each")
         if self.processes < 1:
             raise ConfigurationError(f"processes={self.processes}: must be greater than 0")
+        if len(set(self.folds)) < len(self.folds):
+            raise ConfigurationError(f"folds={','.join(self.folds)}: name each data set once")
         if self.samples % 2:
             raise ConfigurationError(f"samples={self.samples} is odd, but a debate takes two answers; make it even")
         if self.batch_tokens is not None and self.batch_tokens < 1:
             raise ConfigurationError(f"batch_tokens={self.batch_tokens}: must be at least 1, or None")
+
+    @property
+    def of_folds(self) -> list["StudyConfig"]:
+        """The keys of each policy of a run: one, or one for each fold."""
+        return [chz.replace(self, dataset=name, folds=()) for name in self.folds] or [self]
 
     def of_base(self, base: str) -> "StudyConfig":
         """The keys of a base model's runs; "": of `model_name`."""

@@ -258,7 +258,7 @@ async def budgets(cli: FigureConfig, folder: Path) -> Drawn | None:
     """
     tuned = {} if cli.quick else {"tune": "true"}
     fixed = {"protocols": ",".join(cli.signals), "tokens": str(form_of(cli).tokens), "curves": str(POINTS), **tuned}
-    plan = await planned(cli, folder, [Cell({}, ("dataset=facts",))], fixed)
+    plan = await planned(cli, folder, [Cell({}, ("folds=facts,other_facts",))], fixed)
     await announce(plan)
     if cli.only_plan:
         return None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -37,7 +37,7 @@ class Measured:
     items_I: list[str] = field(default_factory=list[str])
     """names of the items; empty in a study of before they were kept"""
     parts_I: list[str] = field(default_factory=list[str])
-    """of the test set, `part:cluster` or `part`; items of one cluster count together in intervals"""
+    """of the test set, `part:cluster` or `part`; items of one cluster, of all parts, count together in intervals"""
     right_I_S: list[list[float]] = field(default_factory=list[list[float]])
     """whether each answer is right; empty in a study of before they were kept"""
     verdicts_I_S: list[list[float | None]] = field(default_factory=list[list[float | None]])
@@ -63,6 +63,20 @@ class Measured:
     def gap_I(self) -> list[float]:
         """How much more of the answers to each item the judge accepts than are right."""
         return [a - c for a, c in zip(self.accepted_I, self.correct_I, strict=True)]
+
+
+def joined(measured: Mapping[str, Measured]) -> Measured:
+    """Policies of several folds as one: their items, named after the folds, one after the other."""
+    found = list(measured.values())
+    if len(found) == 1:
+        return found[0]
+    lists = {
+        one.name: [value for policy in found for value in getattr(policy, one.name)]
+        for one in fields(Measured)
+        if one.name != "tokens_per_rollout"
+    }
+    lists["items_I"] = [f"{fold}/{item}" for fold, policy in measured.items() for item in policy.items_I]
+    return Measured(tokens_per_rollout=fmean(policy.tokens_per_rollout for policy in found), **lists)
 
 
 @dataclass(frozen=True)
@@ -145,7 +159,7 @@ def estimate_of(values_B_R_I: list[list[list[float]]], parts_I: Sequence[str], l
     complete = not any(math.isnan(value) for values in values_B_R_I[0] for value in values)
     if len(values_B_R_I) == 1 and not clustered and complete:
         return bootstrap_mean(values_B_R_I[0])
-    clusters = [part if ":" in part else i for i, part in enumerate(parts_I)] if clustered else None
+    clusters = [part.partition(":")[2] or i for i, part in enumerate(parts_I)] if clustered else None
     return nested_mean(values_B_R_I, clusters, low, high)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import chz
 
 from recipes.debate_keys import Setting, StudyConfig, group_size
-from recipes.debate_results import Measured, Point, Run, label_of
+from recipes.debate_results import Measured, Point, Run, joined, label_of
 from recipes.rl_common import algorithm
 from tinker_cookbook.backends import closing_clients
 from tinker_cookbook.clients import SamplingClient
@@ -100,10 +100,19 @@ def run_config(
     )
 
 
-async def measure(cli: StudyConfig, protocol: str, checkpoint: str | None, kept: int = 0) -> Measured:
-    """Answers to the held-out items (or those kept from training) under the protocol, from the base model or a checkpoint. All
-    use the same random numbers.
+async def measure(cli: StudyConfig, protocol: str, checkpoints: str | Sequence[str] | None, kept: int = 0) -> Measured:
+    """Answers to the held-out items (or those kept from training) under the protocol, from the base model, a checkpoint, or a
+    checkpoint of each fold. All use the same random numbers.
     """
+    folds = cli.of_folds
+    of_each = [checkpoints] * len(folds) if checkpoints is None or isinstance(checkpoints, str) else checkpoints
+    found: dict[str, Measured] = {}
+    for fold, checkpoint in zip(folds, of_each, strict=True):
+        found[str(fold.dataset)] = await _measure(fold, protocol, checkpoint, kept)
+    return joined(found)
+
+
+async def _measure(cli: StudyConfig, protocol: str, checkpoint: str | None, kept: int) -> Measured:
     weights = cli.fill(WeightsConfig, base_model=cli.model_name, load_checkpoint_path=checkpoint)
     client = await weights.open("the measured policy")
     env, builder = oversight(cli, protocol, kept), dataset_builder(cli, protocol, cli.seed, 1, 1, kept)
@@ -142,24 +151,20 @@ async def run_one(
     cli: StudyConfig, log_path: Path, base: str, protocol: str, seed: int, before: Measured, kept: int = 0
 ) -> Run:
     """Train for as many whole updates as the tokens allow, estimated from the rollout length before training; then
-    measure.
+    measure. With folds a policy is trained for each, and the figures are those of one policy, on average.
     """
     per_question = before.tokens_per_rollout * group_size(cli)
     groups = cli.num_groups if cli.batch_tokens is None else max(1, round(cli.batch_tokens / per_question))
     steps = max(1, round(cli.tokens / (per_question * groups)))
-    config = run_config(cli, log_path, protocol, seed, groups, steps, kept)
     started = time.perf_counter()
-    await train.main(config)
-    record = get_last_checkpoint(config.log_path, "sampler_path")
-    if record is None:
-        raise CheckpointError(f"{config.log_path} has no checkpoint to measure; delete the folder and start over")
-    after = await measure(cli, protocol, record.sampler_path, kept)
-    rows = read_jsonl(Path(config.log_path) / "metrics.jsonl")
-    curve = [
-        spent(rows, one.batch, await measure(cli, protocol, one.sampler_path, kept))
-        for one in load_checkpoints_file(config.log_path)
-        if cli.curves and one.batch is not None and one.batch < steps and one.sampler_path is not None
-    ]
+    folders = [log_path / str(fold.dataset) if cli.folds else log_path for fold in cli.of_folds]
+    for fold, folder in zip(cli.of_folds, folders, strict=True):
+        await train.main(run_config(fold, folder, protocol, seed, groups, steps, kept))
+    after = await measure(cli, protocol, [_last(folder) for folder in folders], kept)
+    rows = [read_jsonl(folder / "metrics.jsonl") for folder in folders]
+    curve: list[Point] = []
+    for step, sampler_paths in _between(folders, steps) if cli.curves else ():
+        curve.append(spent(rows, step, await measure(cli, protocol, sampler_paths, kept)))
     last = spent(rows, steps, after)
     return Run(
         protocol,
@@ -177,12 +182,37 @@ async def run_one(
     )
 
 
-def spent(rows: Sequence[Mapping[str, Any]], step: int, measured: Measured) -> Point:
-    """What a run had used after `step` steps, from its metrics.jsonl.
+def _last(folder: Path) -> str:
+    record = get_last_checkpoint(str(folder), "sampler_path")
+    if record is None or record.sampler_path is None:
+        raise CheckpointError(f"{folder} has no checkpoint to measure; delete the folder and start over")
+    return record.sampler_path
+
+
+def _between(folders: Sequence[Path], steps: int) -> list[tuple[int, list[str]]]:
+    """The steps before the last at which each folder has a checkpoint, and those."""
+    found: dict[int, list[str]] = {}
+    for folder in folders:
+        for one in load_checkpoints_file(str(folder)):
+            if one.batch is not None and one.batch < steps and one.sampler_path is not None:
+                found.setdefault(one.batch, []).append(one.sampler_path)
+    return [(step, paths) for step, paths in sorted(found.items()) if len(paths) == len(folders)]
+
+
+def spent(rows_F: Sequence[Sequence[Mapping[str, Any]]], step: int, measured: Measured) -> Point:
+    """What a run had used after `step` steps, from its metrics.jsonl; the mean over its folds.
 
     CPU time is that between its evaluations. In a run that went on in another process, what the first did after its last
     evaluation is missing from it.
     """
+    sampled, read, checks, computed = (
+        fmean(of_each) for of_each in zip(*(_spent(rows, step) for rows in rows_F), strict=True)
+    )
+    return Point(step, round(sampled), round(read), round(checks), computed, measured)
+
+
+def _spent(rows: Sequence[Mapping[str, Any]], step: int) -> tuple[int, int, float, float]:
+    """Sampled tokens, tokens that were read, the judge's checks, CPU seconds."""
     done = [row for row in rows if row["step"] < step]
     sampled, read = (sum(int(row.get(f"env/all/total_{of}_tokens", 0)) for row in done) for of in ("ac", "ob"))
     checks = sum(
@@ -191,8 +221,7 @@ def spent(rows: Sequence[Mapping[str, Any]], step: int, measured: Measured) -> P
         if "env/all/total_episodes" in row
     )
     clock = [row[CPU] for row in rows if CPU in row and row["step"] <= step]
-    computed = sum(max(0.0, now - then) for then, now in itertools.pairwise(clock))
-    return Point(step, sampled, read, round(checks), computed, measured)
+    return sampled, read, checks, sum(max(0.0, now - then) for then, now in itertools.pairwise(clock))
 
 
 def run_process(

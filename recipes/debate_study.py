@@ -9,7 +9,7 @@ held-out items; 95 % intervals come from a bootstrap over seeds and items.
     python -m recipes.debate_study                        # three seeds
     python -m recipes.debate_study seeds=0                # what `make demo` runs
     python -m recipes.debate_study log_path=study behavior_if_log_dir_exists=resume seeds=0,1,2,3,4    # more seeds of a study
-    python -m recipes.debate_study dataset=facts          # some planted facts occur in no training question
+    python -m recipes.debate_study folds=facts,other_facts    # each planted fact is asked of policies that never trained on it
     python -m recipes.debate_study base_seeds=0,1,2,3,4,5 # six base models, made where they are missing: intervals over those too
     python -m recipes.debate_study base_models=a,b,c      # the same of folders that exist
     python -m recipes.debate_study tune=true              # each signal with the best of six learning rates and group sizes
@@ -42,7 +42,7 @@ from recipes.debate_results import (
     sentence,
     table_rows,
 )
-from recipes.debate_runs import RECIPE, measure, run_process
+from recipes.debate_runs import RECIPE, dataset_builder, measure, run_process
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.report.tables import print_table
@@ -203,6 +203,8 @@ async def study(cli: StudyConfig) -> list[Run]:
     each run, and a resumed study keeps them. With `tune` the settings of each protocol are chosen first.
     """
     cli = cli.settled()
+    for fold in cli.of_base("").of_folds:
+        dataset_builder(fold, cli.protocols[0], cli.seed, 1, 1).check()
     made = await made_bases(cli, cli.processes, lambda line: print(line, flush=True))
     bases = {base: cli.of_base(base) for base in (*cli.base_models, *made) or ("",)}
     if len({label_of(base) for base in bases}) < len(bases):

@@ -11,7 +11,7 @@ import chz
 
 from recipes import debate_study
 from recipes.common import FolderKeys
-from recipes.debate_keys import StudyKeys
+from recipes.debate_keys import Compared
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.field_groups import Seeded
 
@@ -29,7 +29,7 @@ What to run next:
 
 
 @chz.chz(typecheck=True)
-class DemoConfig(Seeded, StudyKeys, FolderKeys):
+class DemoConfig(Seeded, Compared, FolderKeys):
     """Keys of `python -m recipes.demo`."""
 
 

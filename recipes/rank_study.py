@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import chz
 
-from recipes.study_common import LEAN, LEAN_RL, Section, StudyKeys, cell, read_parts, run_and_tell
+from recipes.study_common import LEAN, LEAN_RL, Section, StudyKeys, cell, run_and_tell
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.sweeps.points import SEED_KEY, Value, gather_keys
@@ -262,9 +262,8 @@ def _of_best(cli: CLIConfig, runs: "pandas.DataFrame", name: str, sign: int) -> 
 
 
 async def main(cli: CLIConfig) -> None:
-    study = parts(cli)
-    reading = read_parts(cli, study, measure, partial(tables, cli), partial(sentences, cli))
-    await run_and_tell(cli, RECIPE, study, [RANK, RATE, SEED_KEY], lambda rows: reading)
+    reading = Reading(measure, partial(tables, cli), partial(sentences, cli))
+    await run_and_tell(cli, RECIPE, parts(cli), [RANK, RATE, SEED_KEY], lambda _: reading)
 
 
 if __name__ == "__main__":

@@ -257,13 +257,10 @@ def reading(cli: CLIConfig, rows: "pandas.DataFrame") -> Reading:
     """What is measured of a run, at the tokens that every finished run has sampled, and what is said of all."""
     finished = rows[rows[STATUS] == "finished"]
     tokens = float(finished.groupby([PART, RUN])[TOKENS].max().min())
-
-    def tell(runs: "pandas.DataFrame") -> tuple[list[Section], list[str]]:
-        axes = "; ".join(f"{key} {', '.join(f'{value:g}' for value in values)}" for key, values in axes_of(cli).items())
-        about = f"{cli.form}: {len(runs)} runs of {cli.recipe}, {cli.chosen().steps} batches each; {axes}."
-        return tables(cli, runs, tokens), [about, *sentences(cli, runs)]
-
-    return Reading(partial(measure, tokens=tokens), tell)
+    axes = "; ".join(f"{key} {', '.join(f'{value:g}' for value in values)}" for key, values in axes_of(cli).items())
+    about = f" of {cli.recipe}, {cli.chosen().steps} batches each; {axes}"
+    told = partial(tables, cli, tokens=tokens), partial(sentences, cli)
+    return Reading(partial(measure, tokens=tokens), *told, about)
 
 
 async def main(cli: CLIConfig) -> None:

@@ -91,25 +91,12 @@ class Reading(NamedTuple):
 
     measure: Measure
     """of a run"""
-    tell: Callable[["pandas.DataFrame"], tuple[Sequence[Section], Sequence[str]]]
-    """tables and sentences, from a row per finished run"""
-
-
-def read_parts(
-    cli: StudyKeys,
-    parts: Sequence[Part],
-    measure: Measure,
-    tables: Callable[["pandas.DataFrame"], Sequence[Section]],
-    sentences: Callable[["pandas.DataFrame"], Sequence[str]],
-) -> Reading:
-    """A reading whose first sentence is about the form, and the batches of each part."""
-
-    def tell(runs: "pandas.DataFrame") -> tuple[Sequence[Section], Sequence[str]]:
-        batches = ", ".join(f"{part.name} {part.fixed[STEPS_KEY]}" for part in parts)
-        about = f"{cli.form}: {len(runs)} runs; batches of each: {batches}."
-        return tables(runs), [about, *sentences(runs)]
-
-    return Reading(measure, tell)
+    tables: Callable[["pandas.DataFrame"], Sequence[Section]]
+    """from a row per finished run"""
+    sentences: Callable[["pandas.DataFrame"], Sequence[str]]
+    """from the same rows"""
+    about: str | None = None
+    """what the runs are, after their number; None: how many batches those of each part have"""
 
 
 async def run_and_tell(
@@ -143,7 +130,9 @@ async def run_and_tell(
     runs = reduced(rows, keys, reading.measure)
     write_parquet(folder, rows, runs)
     failed = rows.groupby(["part", "run"]).ngroups - len(runs)
-    finish(cli, folder, recipe, *reading.tell(runs), failed)
+    steps = ", ".join(f"{part.name} {part.fixed[STEPS_KEY]}" for part in parts)
+    about = f"{cli.form}: {len(runs)} runs{reading.about or f'; batches of each: {steps}'}."
+    finish(cli, folder, recipe, reading.tables(runs), [about, *reading.sentences(runs)], failed)
 
 
 def _say(line: str) -> None:

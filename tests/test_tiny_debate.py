@@ -24,11 +24,11 @@ from tools.make_tiny_debate.data_files import rows_of, write_all
 from tools.make_tiny_debate.disputes import bisection, conversations, estimates
 from tools.make_tiny_debate.figures import measure, task_of
 from tools.make_tiny_debate.trails import (
+    HALVES,
     LARGEST,
     PLANTED,
     STARTS,
     STEPS,
-    UNSEEN,
     WORLD,
     is_misconceived,
     mistakes,
@@ -45,7 +45,7 @@ def test_data_files_are_made_again_byte_for_byte(tmp_path: Path) -> None:
     write_all(tmp_path)
     shipped = {file.relative_to(EXAMPLE_DATA): file for file in (EXAMPLE_DATA / "collatz").rglob("*.jsonl")}
     made = {file.relative_to(tmp_path): file for file in tmp_path.rglob("*.jsonl")}
-    assert made.keys() == shipped.keys() and len(made) == 12
+    assert made.keys() == shipped.keys() and len(made) == 16
     for name, file in made.items():
         assert file.read_bytes() == shipped[name].read_bytes(), name
 
@@ -63,28 +63,36 @@ def test_held_out_questions_are_new_and_answers_are_right(steps: int) -> None:
         assert row["answer"] == str(number)
 
 
-@pytest.mark.parametrize(("length", "unseen_questions"), [(6, 13), (12, 28)])
-def test_no_planted_fact_of_the_unseen_half_is_in_training(length: int, unseen_questions: int) -> None:
+@pytest.mark.parametrize("name", HALVES)
+@pytest.mark.parametrize("length", [6, 12])
+def test_no_planted_fact_of_the_unseen_half_is_in_training(length: int, name: str) -> None:
     """By the files alone: steps are counted, not starts."""
 
-    def steps(rows: list[dict[str, str]]) -> set[int]:
-        return {number for row in rows for number in [int(row["question"]), *trail(int(row["question"]), length)[:-1]]}
+    def steps(row: dict[str, str]) -> list[int]:
+        return [int(row["question"]), *trail(int(row["question"]), length)[:-1]]
 
-    rows = {name: read_jsonl(folder_of(length) / f"facts_{name}.jsonl") for name in ("train", "test")}
-    by_part = {part: [row for row in rows["test"] if row["part"] == part] for part in ("unseen", "seen", "without")}
-    trained, unseen = steps(rows["train"]), set(UNSEEN)
-    assert unseen < set(PLANTED) and not trained & unseen
-    assert not {row["question"] for row in rows["train"]} & {row["question"] for row in rows["test"]}
-    facts = {part: [steps([row]) & set(PLANTED) for row in found] for part, found in by_part.items()}
-    assert all(found and found <= unseen for found in facts["unseen"])
-    assert all(found and found <= trained for found in facts["seen"]), "each is trained on"
-    assert not any(facts["without"])
-    assert {part: len(found) for part, found in by_part.items()} == {
-        "unseen": unseen_questions,
-        "seen": 14,
-        "without": 10,
-    }
-    assert len(steps(by_part["unseen"]) & unseen) == len(UNSEEN), "each is asked about"
+    train, test = (read_jsonl(folder_of(length) / f"{name}_{of}.jsonl") for of in ("train", "test"))
+    trained = {number for row in train for number in steps(row)}
+    unseen, seen = set(HALVES[name]), set(PLANTED) - set(HALVES[name])
+    assert not trained & unseen and not {row["question"] for row in train} & {row["question"] for row in test}
+    asked: dict[str, int] = {}
+    for row in test:
+        planted = [number for number in steps(row) if number in PLANTED]
+        part, _, fact = row["part"].partition(":")
+        asked[part] = asked.get(part, 0) + 1
+        assert fact == (str(planted[0]) if planted else "")
+        assert {"unseen": unseen, "seen": seen & trained, "without": set[int]()}[part] >= set(planted)
+        assert bool(planted) == (part != "without")
+    assert asked["unseen"] >= 18 and asked["seen"] == 8 and asked["without"] == 10
+    assert {row["part"] for row in test} >= {f"unseen:{fact}" for fact in unseen - {154}}, "each is asked about"
+
+
+@pytest.mark.parametrize("length", [6, 12])
+def test_each_planted_fact_is_unseen_in_one_split(length: int) -> None:
+    assert sorted(fact for half in HALVES.values() for fact in half) == sorted(PLANTED)
+    asked = [read_jsonl(folder_of(length) / f"{name}_test.jsonl") for name in HALVES]
+    first, second = ({row["question"] for row in rows if not row["part"].startswith("seen")} for rows in asked)
+    assert not first & second
 
 
 def test_no_right_step_leads_out_of_the_world() -> None:

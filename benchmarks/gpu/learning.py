@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 
 import tinker
@@ -12,6 +11,7 @@ from benchmarks.gpu.models import random_model, random_module, shape_of
 from benchmarks.gpu.visit import Visit
 from benchmarks.models import Shape, word_tokenizer
 from benchmarks.ours import LEARNING_RATE, LocalEngine, completion_datum
+from benchmarks.peers.registry import not_installed
 from benchmarks.peers.trl_learning import losses_of_trl
 from benchmarks.workload import TrainingSequence, random_tokens
 
@@ -34,7 +34,7 @@ def run(visit: Visit) -> None:
     scale, findings = visit.scale, visit.findings
     sequences = text(shape_of(scale.learning_shape), *scale.learning_text)
     curves = {"this engine": own_losses(visit, sequences)}
-    why = "not installed (pip install trl)" if importlib.util.find_spec("trl") is None else None
+    why = not_installed("trl")
     if why is None:
         try:
             shape = shape_of(scale.learning_shape)

@@ -24,11 +24,19 @@ class Peer:
 def needs(*packages: str) -> Callable[[Setup], str | None]:
     """A `missing` for packages that are installed next to the library."""
 
-    def missing(setup: Setup) -> str | None:
-        absent_ones = [package for package in packages if importlib.util.find_spec(package) is None]
-        return f"not installed (pip install {' '.join(absent_ones)})" if absent_ones else None
+    return lambda setup: not_installed(*packages)
 
-    return missing
+
+def not_installed(*packages: str) -> str | None:
+    """What is missing of them and how to get it; None: nothing is."""
+    absent_ones = [package for package in packages if importlib.util.find_spec(package) is None]
+    return f"not installed (pip install {' '.join(absent_ones)})" if absent_ones else None
+
+
+def require(*packages: str) -> None:
+    """Raises BenchmarkError for packages that are missing: of a benchmark that is nothing without its peer."""
+    if reason := not_installed(*packages):
+        raise BenchmarkError(f"{', '.join(packages)}: {reason}")
 
 
 def select(config: ComparisonConfig, peers: Mapping[str, Peer]) -> dict[str, Peer]:

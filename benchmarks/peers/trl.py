@@ -100,7 +100,9 @@ def build_sft(setup: Setup) -> list[Contender]:
     ]
     trainer = trl.SFTTrainer(
         model=load_model(setup),
-        args=trl.SFTConfig(**_arguments(setup, MICRO_BATCH, len(sequences)), max_length=None),
+        args=trl.SFTConfig(
+            **_arguments(setup, MICRO_BATCH, len(sequences)), max_length=None, completion_only_loss=True
+        ),
         train_dataset=datasets.Dataset.from_list(rows),
         processing_class=AutoTokenizer.from_pretrained(setup.model),
         peft_config=_lora(setup),

@@ -7,11 +7,33 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from benchmarks.workload import TrainingSequence
+from tinker_cookbook.runs.steps import ADAM
 
 MICRO_BATCH = 4
+IGNORED = -100
+"""The label of a token without a loss."""
+
+PLAIN: dict[str, Any] = {
+    "adam_beta1": ADAM["beta1"],
+    "adam_beta2": ADAM["beta2"],
+    "weight_decay": 0.0,
+    "max_grad_norm": 0.0,
+    "logging_steps": 1,
+    "bf16": False,
+    "fp16": False,
+    "report_to": [],
+    "save_strategy": "no",
+    "disable_tqdm": True,
+}
+"""Of every trainer that is compared in what it learns: the optimizer of this library's loops but for its epsilon,
+and nothing saved or reported."""
+
+EPSILON = 1e-12
+"""The engine's default."""
 
 
 def losses_of_trl(
@@ -27,38 +49,98 @@ def losses_of_trl(
     A LoRA of this rank with alpha 32 on every linear but the head, as this engine's default; AdamW as the engine's.
     Raises whatever TRL raises.
     """
-    trl, datasets, peft = (importlib.import_module(name) for name in ("trl", "datasets", "peft"))
     rows = [
         {"input_ids": s.tokens, "completion_mask": [0] * s.prompt_length + [1] * len(s.completion)} for s in sequences
     ]
+    micro_batch = min(MICRO_BATCH, len(rows))
+    arguments: dict[str, Any] = {
+        "per_device_train_batch_size": micro_batch,
+        "gradient_accumulation_steps": len(rows) // micro_batch,
+        "max_steps": steps,
+        "learning_rate": learning_rate,
+        "lr_scheduler_type": "constant",
+        "adam_epsilon": EPSILON,
+    }
+    peft: Any = importlib.import_module("peft")
+    lora = peft.LoraConfig(r=rank, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    return _losses(importlib.import_module("trl").SFTTrainer, module, tokenizer, rows, arguments, lora)
+
+
+def full_losses_of_trl(
+    module: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    learning_rate: float,
+    batches: Sequence[Sequence[tuple[list[int], list[int]]]],
+) -> list[float]:
+    """The loss of each step, the mean over sequences of their means in nats per token, where every weight is trained: a step
+    per batch, in order, with a rate that falls linearly to 0.
+
+    Args:
+        module: trained in place.
+        batches: of each, equally many sequences: the tokens, and 1 for each that the loss is on, 0 for the others.
+
+    Raises whatever TRL raises.
+    """
+    rows = [{"input_ids": tokens, "completion_mask": mask} for batch in batches for tokens, mask in batch]
+    arguments: dict[str, Any] = {
+        "per_device_train_batch_size": len(batches[0]),
+        "max_steps": len(batches),
+        "learning_rate": learning_rate,
+        "lr_scheduler_type": "linear",
+        # The losses of this library are sums over the batch: its gradients and its epsilon are larger by as much.
+        "adam_epsilon": ADAM["eps"] / len(batches[0]),
+        "train_sampling_strategy": "sequential",
+    }
+    return _losses(_trainer_on_means(), module, tokenizer, rows, arguments)
+
+
+def _trainer_on_means() -> Any:
+    """TRL's trainer with the loss of `mean_per_sequence`."""
+    trl: Any = importlib.import_module("trl")
+
+    class OnMeans(trl.SFTTrainer):
+        def compute_loss(self, model: Any, inputs: dict[str, torch.Tensor], *_: Any, **__: Any) -> torch.Tensor:
+            labels = inputs["labels"]
+            logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+            return mean_per_sequence(logits, labels)
+
+    return OnMeans
+
+
+def mean_per_sequence(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The mean over sequences of their mean loss per token, a scalar; TRL's own loss is the mean over all tokens.
+
+    Args:
+        logits: (D, T, V).
+        labels: (D, T), the tokens themselves; -100 where there is no loss.
+    """
+    targets = labels[:, 1:]
+    nll = torch.nn.functional.cross_entropy(logits[:, :-1].float().mT, targets, reduction="none")
+    return (nll.sum(1) / (targets != IGNORED).sum(1)).mean()
+
+
+def _losses(
+    trainer_class: Any,
+    module: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    rows: list[dict[str, list[int]]],
+    arguments: dict[str, Any],
+    lora: Any = None,
+) -> list[float]:
+    trl, datasets = importlib.import_module("trl"), importlib.import_module("datasets")
     with tempfile.TemporaryDirectory(prefix="trl-learning-") as folder:
-        micro_batch = min(MICRO_BATCH, len(rows))
-        arguments: dict[str, Any] = {
+        shared = {
             "output_dir": folder,
-            "per_device_train_batch_size": micro_batch,
-            "gradient_accumulation_steps": len(rows) // micro_batch,
-            "max_steps": steps,
-            "learning_rate": learning_rate,
-            "lr_scheduler_type": "constant",
-            "adam_beta2": 0.95,
-            "adam_epsilon": 1e-12,
-            "weight_decay": 0.0,
-            "max_grad_norm": 0.0,
-            "logging_steps": 1,
-            "bf16": False,
-            "fp16": False,
             "use_cpu": module.device.type == "cpu",
-            "report_to": [],
-            "save_strategy": "no",
-            "disable_tqdm": True,
             "max_length": None,
+            "completion_only_loss": True,
         }
-        trainer = trl.SFTTrainer(
+        trainer = trainer_class(
             model=module,
-            args=trl.SFTConfig(**arguments),
+            args=trl.SFTConfig(**PLAIN, **shared, **arguments),
             train_dataset=datasets.Dataset.from_list(rows),
             processing_class=tokenizer,
-            peft_config=peft.LoraConfig(r=rank, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
+            peft_config=lora,
         )
         trainer.train()
         return [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]

@@ -39,13 +39,21 @@ class TestCurves:
     )  # fmt: skip
 
     def test_what_was_taken_counts_the_steps_that_are_done(self) -> None:
-        half, end = (spent(self.ROWS, step, measured(0.5)) for step in (2, 3))
+        half, end = (spent([self.ROWS], step, measured(0.5)) for step in (2, 3))
         assert (half.tokens, half.read_tokens, half.checks, half.cpu_seconds) == (30, 80, 6, 3.0)
         assert (end.tokens, end.read_tokens, end.checks) == (70, 170, 14)
         assert end.cpu_seconds == 3.0  # another process went on: its clock began anew
 
+    def test_what_was_taken_is_the_mean_over_folds(self) -> None:
+        other = (
+            {"step": 0, "env/all/total_ac_tokens": 50, "env/all/total_ob_tokens": 10, CPU: 1.0},
+            {"step": 2, CPU: 2.0},
+        )
+        of_both = spent([self.ROWS, other], 2, measured(0.5))
+        assert (of_both.tokens, of_both.read_tokens, of_both.checks, of_both.cpu_seconds) == (40, 45, 3, 2.0)
+
     def test_a_run_comes_back_from_its_file_with_its_points(self) -> None:
-        whole = replace(RUN, curve=[spent(self.ROWS, 2, measured(0.5))], tokens=70)
+        whole = replace(RUN, curve=[spent([self.ROWS], 2, measured(0.5))], tokens=70)
         assert Run.read(asdict(whole)) == whole
         assert [point.tokens for point in whole.points] == [0, 30, 70]
         table = curve_rows([whole])

@@ -145,7 +145,7 @@ class TestFigures:
         """At as many tokens that are read or sampled, the debates are where they were half way."""
 
         def of_cell(config: StudyConfig, protocol: str) -> Run:
-            assert config.dataset == "facts" and not config.tune
+            assert config.folds == ("facts", "other_facts") and not config.tune
             return run(protocol, 0.4, 100, 100, 40) if protocol == "direct" else run(protocol, 0.8, 100, 300, 20)
 
         _, rows, _ = figure("budgets", of_cell)

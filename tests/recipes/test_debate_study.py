@@ -20,16 +20,18 @@ from recipes.debate_results import (
     columns,
     estimate,
     gap,
+    joined,
     lead,
     markdown,
     raw_rows,
     sentence,
     table_rows,
 )
-from recipes.debate_runs import run_config
+from recipes.debate_runs import measure, run_config, run_one
 from recipes.debate_study import CLIConfig
 from recipes.results import fill_page
 from tests.child import ROOT
+from tinker_cookbook.backends import closing_clients
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.debate.judges import StepJudgeConfig, check_judge
@@ -125,6 +127,16 @@ class TestParts:
         """The two about 52 are drawn together, so the interval of three items is that of two clusters."""
         found = estimate([self.run_of("debate", [1, 1, 0, 0, 0, 0])], "correct_I", "unseen")
         assert (found.low, found.high) == (0.0, 1.0) and found.mean == pytest.approx(2 / 3)
+
+    def test_a_fact_is_one_cluster_in_all_parts(self) -> None:
+        """Seen in one fold and unseen in the other, its questions are drawn together: all six items are right or none is."""
+        parts = ["unseen:52", "seen:52", "seen:52"]
+        after = Measured([1.0, 1.0, 1.0], [1.0] * 3, [1.0] * 3, [], 20.0, list("abc"), parts)
+        other = replace(after, correct_I=[0.0] * 3, parts_I=["unseen:58", "seen:58", "seen:58"])
+        both = joined({"facts": after, "other_facts": other})
+        assert both.items_I == ["facts/a", "facts/b", "facts/c", "other_facts/a", "other_facts/b", "other_facts/c"]
+        found = estimate([replace(run("debate", 0.5), after=both)], "correct_I")
+        assert (found.low, found.mean, found.high) == (0.0, 0.5, 1.0)
 
     def test_raw_rows_hold_every_item(self) -> None:
         table = raw_rows([self.run_of("debate", [1, 1, 1, 0, 0, 0])])
@@ -373,3 +385,35 @@ def test_a_study_to_its_end_twice_and_anew(
     assert {**anew["direct"], **clocks} == {**first["direct"], **clocks}  # the same seed, the same numbers
     assert anew["direct"]["checks"] > 0 and anew["direct"]["read_tokens"] > anew["direct"]["tokens"]
     assert len(pandas.read_parquet(folder / "study.parquet")) == 6
+
+
+class TestFolds:
+    """A policy is trained for each, and what is held out of each is asked of that one."""
+
+    def test_a_run_trains_one_on_each(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("TINKER_LOCAL_HOME", str(tmp_path / "home"))
+        cli = for_model(
+            CLIConfig(folds=("facts", "other_facts"), tokens=600, batch_tokens=300, samples=2, num_test=3, curves=2)
+        )
+
+        async def both() -> Run:
+            with closing_clients():
+                before = await measure(cli, "direct", None)
+                return await run_one(cli, tmp_path / "run", "", "direct", 0, before)
+
+        done = asyncio.run(both())
+        held_out = {fold: read_jsonl(EXAMPLE_DATA / "collatz" / f"{fold}_test.jsonl")[:3] for fold in cli.folds}
+        asked = [(f"{fold}/{row['id']}", row["part"]) for fold, rows in held_out.items() for row in rows]
+        for measured in (done.before, done.after, *(point.after for point in done.curve)):
+            assert list(zip(measured.items_I, measured.parts_I, strict=True)) == asked
+            assert len(measured.correct_I) == len(measured.right_I_S) == 6
+        rows = {fold: read_jsonl(tmp_path / "run" / fold / "metrics.jsonl") for fold in cli.folds}
+        sampled = [sum(row.get("env/all/total_ac_tokens", 0) for row in of_fold) for of_fold in rows.values()]
+        assert done.tokens == round(sum(sampled) / 2) and sampled[0] != sampled[1]
+        assert done.steps == 3 and [point.step for point in done.curve] == [2]
+
+    def test_data_sets_are_named_once_and_known(self) -> None:
+        with pytest.raises(ConfigurationError, match="name each data set once"):
+            CLIConfig(folds=("facts", "facts"))
+        with pytest.raises(ConfigurationError, match="other_fact"):
+            asyncio.run(debate_study.study(CLIConfig(folds=("facts", "other_fact"))))

@@ -6,6 +6,7 @@ this world's). There a vote is wrong.
 """
 
 import random
+from typing import NamedTuple
 
 from tinker_cookbook.env.shipped.questions.collatz import next_number
 
@@ -52,42 +53,55 @@ def split(seed: int = 7, held_out: int = 45) -> tuple[list[int], list[int]]:
     return starts[held_out:], starts[:held_out]
 
 
+class Split(NamedTuple):
+    """Starts of a split by planted fact."""
+
+    train: list[int]
+    held_out: dict[str, list[int]]
+    """by what their trails pass: facts that no trail of training passes and no others (`unseen`), other facts (`seen`), or none
+    (`without`)"""
+
+
 def is_misconceived(number: int) -> bool:
     return number % 2 == 0 and number // 10 % 10 in MISCONCEIVED_TENS
 
 
 PLANTED = tuple(number for number in WORLD if is_misconceived(number) and next_number(number) - 5 in _WORLD)
 """Numbers whose half is written wrong: the planted wrong facts."""
-UNSEEN = (52, 150)
-"""Planted facts that no trail of `split_by_fact` passes in training."""
+HALVES = {"facts": (52, 56, 150), "other_facts": (50, 58, 154)}
+"""Planted facts that no trail of a split passes in training, by the split's name: each half is the other's."""
 
 
-def planted_in(start: int, steps: int = STEPS) -> frozenset[int]:
-    """The planted facts that the right trail from `start` passes."""
-    return frozenset([start, *trail(start, steps)[:-1]]) & frozenset(PLANTED)
+def planted_in(start: int, steps: int = STEPS) -> list[int]:
+    """The planted facts that the right trail from `start` passes, in order."""
+    return [number for number in [start, *trail(start, steps)[:-1]] if number in PLANTED]
 
 
 LONGEST_SPLIT_BY_FACT = 12
 """Steps. Longer trails nearly all pass 52, and too few pass another planted fact alone."""
 
 
-def split_by_fact(
-    seed: int = 7, seen: int = 14, without: int = 10, steps: int = STEPS
-) -> tuple[list[int], dict[str, list[int]]]:
-    """Starts to train on, whose trails pass none of the facts UNSEEN, and held-out ones by what their trails pass: facts of
-    UNSEEN and no others (`unseen`), other facts (`seen`, so many), or none (`without`, so many).
-    """
+def split_by_fact(name: str, seed: int = 7, seen: int = 8, without: int = 10, steps: int = STEPS) -> Split:
+    """The split of HALVES with that name: trails of training pass none of its facts."""
     starts = list(STARTS)
     random.Random(seed).shuffle(starts)
-    kinds: dict[str, list[int]] = {"unseen": [], "seen": [], "without": []}
+    unseen = frozenset(HALVES[name])
+    passing: dict[str, list[int]] = {"unseen": [], "seen": [], "without": []}
     for start in starts:
-        planted = planted_in(start, steps)
-        if not planted & set(UNSEEN):
-            kinds["seen" if planted else "without"].append(start)
-        elif planted <= set(UNSEEN):
-            kinds["unseen"].append(start)
-    held_out = {"unseen": kinds["unseen"], "seen": kinds["seen"][:seen], "without": kinds["without"][:without]}
-    return sorted([*kinds["seen"][seen:], *kinds["without"][without:]], key=starts.index), held_out
+        planted = frozenset(planted_in(start, steps))
+        if not planted & unseen:
+            passing["seen" if planted else "without"].append(start)
+        elif planted <= unseen:
+            passing["unseen"].append(start)
+    first = list(HALVES).index(name) * without  # other questions in each split
+    held_out = {
+        "unseen": passing["unseen"],
+        "seen": passing["seen"][:seen],
+        "without": passing["without"][first : first + without],
+    }
+    kept = {start for part in held_out.values() for start in part}
+    train = [start for start in starts if start in {*passing["seen"], *passing["without"]} - kept]
+    return Split(train, held_out)
 
 
 def slip(number: int, rng: random.Random) -> int:

@@ -55,6 +55,7 @@ class CollatzTask(QATask, StepTask):
     shipped: ClassVar = {
         "trails": ("collatz/train.jsonl", "collatz/test.jsonl"),
         "facts": ("collatz/facts_train.jsonl", "collatz/facts_test.jsonl"),
+        "other_facts": ("collatz/other_facts_train.jsonl", "collatz/other_facts_test.jsonl"),
     }
     default_dataset = "trails"
     debate_prompts: ClassVar = {"confidence": "", "rebuttal": OBJECTION_REQUEST, "support": SUPPORT_REQUEST}
@@ -88,6 +89,7 @@ class Collatz6Task(CollatzTask):
     shipped: ClassVar = {
         "trails": ("collatz/6/train.jsonl", "collatz/6/test.jsonl"),
         "facts": ("collatz/6/facts_train.jsonl", "collatz/6/facts_test.jsonl"),
+        "other_facts": ("collatz/6/other_facts_train.jsonl", "collatz/6/other_facts_test.jsonl"),
     }
 
 
