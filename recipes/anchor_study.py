@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import chz
 
-from recipes.study_common import LEAN_RL, Section, StudyKeys, cell, run_and_tell
+from recipes.study_common import LEAN_RL, Reading, Section, StudyKeys, cell, run_and_tell
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.sweeps.points import SEED_KEY, Value, gather_keys

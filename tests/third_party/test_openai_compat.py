@@ -131,7 +131,7 @@ class TestRecordings:
         [
             ({"audio": "https://a.example/b.wav"}, "does not fetch remote"),
             ({"audio": "data:audio/wav,RIFF"}, "base64"),
-            ({"audio": "data:audio/wav;base64,?"}, "not base64"),
+            ({"audio": "data:audio/wav;base64,?"}, "no base64"),
             ({"audio": "data:audio/wav;base64,AA==", "format": "mp3"}, "disagrees"),
             ({"audio": b"", "format": "ogg"}, "must be wav, mp3 or flac"),
             ({"audio": b"", "format": "mp3"}, "must provide num_frames and sample_rate"),
