@@ -11,7 +11,7 @@ if not hasattr(tinker_cookbook, "__upstream__"):
     # `name` makes `python -m recipes.NAME` print only the sentence, without its location.
     raise ImportError(
         f"{tinker_cookbook.__path__[0]} holds the files of the distribution tinker-cookbook, where this project's should be; "
-        "run `pip uninstall tinker-cookbook`, then install this project again, or give it an environment of its own",
+        "run `pip uninstall tinker-cookbook`, then install this project again, or use a separate environment",
         name=__name__,
     )
 

@@ -1,10 +1,10 @@
 """Known tasks in miniature, over seeds: those of `recipes.anchors`, and the sums of `recipes.rl_basic`.
 
-Beside each stands what other libraries publish of the full task with large models: the form that a curve should have, not
+Each comes with what other libraries publish for the full task with large models: the shape that a curve should have, not
 numbers that these runs should reach.
 
     python -m recipes.anchor_study quick=True                  # 12 runs, less than ten minutes on two free cores
-    python -m recipes.anchor_study sweep_dir=anchors           # 12 longer ones; the same command goes on
+    python -m recipes.anchor_study sweep_dir=anchors           # 12 longer ones; the same command resumes
     python -m recipes.anchor_study tasks=wordle set.warm_up_steps=240
 
 The folder gets rows.parquet (every step of every run), runs.parquet (a row per run) and anchor_study.md.
@@ -29,11 +29,11 @@ RECIPE = "anchor_study"
 REWARD, CORRECT = "test/env/all/reward/total", "test/env/all/correct"
 EVALUATIONS = 4
 SOLVED = 0.99
-"""Of held-out questions right: what is asked of the sums."""
+"""Share of held-out questions right from which on the sums count as solved."""
 
 
 class Task(NamedTuple):
-    """A recipe with keys, and what is published of the task."""
+    """A recipe with keys, and the published results of the task."""
 
     recipe: str
     keys: Mapping[str, Value]

@@ -1,6 +1,6 @@
 """Tasks by which libraries are compared, in miniature: reverse_text, alphabet_sort and wordle, SFT then RL.
 
-The tasks have the names and the form of those that prime-rl and tinker-cookbook publish curves of. Texts are a few words
+The tasks have the names and the form of those for which prime-rl and tinker-cookbook publish curves. Texts are a few words
 here, and words a few letters, so that the shipped model can learn them in a minute; the numbers of the two are not comparable.
 
     python -m recipes.anchors
@@ -51,7 +51,7 @@ def words_of(message: Message) -> list[str]:
 
 
 class Anchor(ABC):
-    """An episode, and who shows its form. `opening` is what it begins with."""
+    """An episode, and the player that demonstrates its format. `opening` is its first message."""
 
     tiny_steps: int
     """of the supervised stage on the shipped model"""
@@ -75,7 +75,7 @@ class Anchor(ABC):
 
 
 class ReverseText(Anchor):
-    """Words to write in the other order. The reward is the likeness of the reply to the right one."""
+    """Words to write in the other order. The reward is the similarity of the reply to the right one."""
 
     tiny_steps, max_turns = 80, 1
 
@@ -95,7 +95,7 @@ class ReverseText(Anchor):
 
 
 class AlphabetSort(Anchor):
-    """Three turns: two words to sort, then one more at a time to sort in. Each turn's likeness counts a third."""
+    """Three turns: two words to sort, then one more at a time to sort in. Each turn's similarity counts a third."""
 
     tiny_steps, max_turns = 80, 3
 
@@ -192,7 +192,7 @@ class CLIConfig(GameConfig, rates=GENTLE_RATES, max_steps=24, groups_per_batch=1
 
 
 def player(episode: Anchor, rng: random.Random) -> Callable[[list[Message]], Message]:
-    """Moves of somebody who knows the form, and is right half of the time."""
+    """Moves of a player who knows the format and is right half of the time."""
 
     def move(_: list[Message]) -> Message:
         words = episode.careless_move(rng) if rng.random() < CARELESS else episode.best_move()

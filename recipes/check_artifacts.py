@@ -51,10 +51,10 @@ class Run:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.config = read_json_object(folder / "config.json", "it is no folder of a run")
+        self.config = read_json_object(folder / "config.json", "it is not the folder of a run")
         metadata = folder / METADATA_BASE_NAME
         self.version = folder_version(read_json_object(metadata, "") if metadata.exists() else {})
-        """that it was started with; 0 where nothing says so, which check_metadata finds"""
+        """that it was started with; 0 if unknown, which check_metadata reports"""
         self.rows = read_metrics(folder)
         self.steps = [row for row in self.rows if "groups/sampled" in row]
         self.writes_records: bool = self.config.get("write_records", True)
@@ -231,7 +231,7 @@ def problems(check: Callable[[Run], Problems], run: Run) -> list[str]:
 async def main(cli: CLIConfig) -> None:
     folder = Path(cli.log_path).expanduser()
     if not (folder / "config.json").is_file():
-        raise ConfigurationError(f"log_path={cli.log_path!r}: no folder of a run; it has no config.json")
+        raise ConfigurationError(f"log_path={cli.log_path!r}: not the folder of a run; it has no config.json")
     run = Run(folder)
     table = Table(title=f"Artefacts of {folder}", title_justify="left")
     for header in ("check", "result", "what is wrong"):

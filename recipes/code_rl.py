@@ -1,6 +1,6 @@
 """Programs that pass tests: GRPO on the share of hidden tests that a program passes, run in a sandbox.
 
-A program that fails is told why (errors in full, of hidden tests the number), and may be written again. Needs a sandbox
+A failing program gets feedback (errors in full, of hidden tests the number that failed) and may be revised. Needs a sandbox
 (docs/sandbox.md: bubblewrap by default) and a model that writes code; the shipped tiny models do not.
 
     python -m recipes.code_rl model_name=Qwen/Qwen3-4B-Instruct-2507 max_tokens=2048
@@ -28,9 +28,7 @@ RECIPE = "code_rl"
 class CLIConfig(GroupKeys, RLConfig, max_steps=20, num_test=12):
     """Keys of `python -m recipes.code_rl`."""
 
-    env: CodeProblems = chz.field(
-        default_factory=CodeProblems, doc="the problems, the sandbox, and what programs are worth"
-    )
+    env: CodeProblems = chz.field(default_factory=CodeProblems, doc="the problems, the sandbox and the rewards")
 
 
 def build_config(cli: CLIConfig) -> train.Config:

@@ -32,11 +32,11 @@ R = TypeVar("R", bound=RunConfig)
 TINY_CHAT, TINY_DEBATE = "tiny_chat", "tiny_debate"
 
 TINY_LEARNING_RATE, TINY_MAX_TOKENS, TINY_CONTEXT = 1e-3, 64, 1024
-"""What suits models of a million parameters, such as the shipped ones, and would wreck or cut short a real one."""
+"""Defaults for models of a million parameters, such as the shipped ones; a real one needs a lower rate and longer replies."""
 RL_LEARNING_RATE, SL_LEARNING_RATE, MAX_TOKENS = 4e-5, 2e-4, 512
-"""What suits real models to begin with; rank does not matter, model size and data do."""
+"""First defaults for real models; rank does not matter, model size and data do."""
 RL_SHARE = 0.1
-"""Of `get_lr`, which is for supervised learning; with less, a loop over rewards warns."""
+"""Fraction of `get_lr`, which is for supervised learning; below it, the RL loop warns."""
 
 
 def default_model(shipped: str = TINY_CHAT) -> str:

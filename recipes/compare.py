@@ -117,7 +117,7 @@ async def main(cli: CLIConfig) -> None:
     write_json(folder / "compare.json", about)
     write_text(folder / "compare.svg", picture(ways, cli.metric, tokens))
     title = f"{cli.metric} at {tokens:.0f} sampled tokens, mean [95 % interval]"
-    note = "Intervals are over seeds; of one seed over its held-out items, which tells nothing of other seeds."
+    note = "Intervals are over seeds; with one seed, over its held-out items, which says nothing about other seeds."
     show_table(folder / "compare.md", title, COLUMNS, rows, note)
 
 

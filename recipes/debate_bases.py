@@ -1,6 +1,6 @@
 """Base models of the debate study, made once by `tools.make_tiny_debate` and kept: one for each seed and setting.
 
-A folder is there whole or not at all, so an interrupted study makes the missing ones when it goes on.
+A folder is there whole or not at all, so an interrupted study makes the missing ones when it is resumed.
 """
 
 import asyncio
@@ -69,7 +69,7 @@ async def made_bases(cli: BasesKeys, at_once: int, say: Callable[[str], None]) -
 
     Raises:
         ConfigurationError: a model is missing, and this installation has no `tools` to make it.
-        TrainingError: the tool failed; its output is in a file beside the model's folder.
+        TrainingError: the tool failed; its output is in a file next to the model's folder.
     """
     folder = Path(cli.bases_dir).expanduser()
     places = {
@@ -123,7 +123,7 @@ async def _make(places: Mapping[int, str], keys: Mapping[str, str], at_once: int
 
 
 def _run_tool(arguments: Sequence[str], log: str) -> None:
-    """The tool as a program, in a separate process; all that it says goes into a file."""
+    """Run the tool in a separate process; its output goes to a file."""
     with open(log, "w") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())

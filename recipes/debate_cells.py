@@ -1,4 +1,4 @@
-"""Figures of the debate study: many small studies in one folder, announced with their hours, resumed by the same command.
+"""Figures of the debate study: many small studies in one folder, with their expected hours, resumed by the same command.
 
 A cell is a study (`recipes.debate_study`) of its own, in a folder of its own; here cells are planned, run and measured.
 """
@@ -60,7 +60,7 @@ class Cell:
     axes: Mapping[str, str | float]
     """what tells it from the others"""
     keys: tuple[str, ...] = ()
-    """key=value of debate_study, besides those that all have; a later one counts more"""
+    """key=value of debate_study, in addition to those of all cells; later ones take precedence"""
 
     @property
     def name(self) -> str:
@@ -87,7 +87,7 @@ async def planned(cli: CellKeys, folder: Path, cells: Sequence[Cell], fixed: Map
     """Check every cell's keys, and make the base models that are missing.
 
     Args:
-        fixed: keys of all cells; `set` and then those of a cell count more.
+        fixed: keys of all cells; `set` and then those of a cell take precedence.
 
     Raises ConfigurationError before anything is run or made, for keys that no study takes.
     """
@@ -143,7 +143,7 @@ def _finished(folder: Path) -> list[Run]:
 
 
 async def announce(plan: Plan) -> None:
-    """Say how many runs there are and about how long they take, by those that are finished, else by a measurement."""
+    """Print the number of runs and about how long they take, estimated from finished ones, else from a measurement."""
     done = {name: _finished(plan.folder / name) for name in plan.cells}
     left = {name: _runs_of(config) - len(done[name]) for name, config in plan.configs.items()}
     finished = [run.seconds for runs in done.values() for run in runs]
@@ -171,7 +171,7 @@ async def _timed(config: StudyConfig) -> tuple[Measured, float]:
 
 
 async def run_cells(plan: Plan) -> dict[str, list[Run]]:
-    """The runs of each cell, as asked; a row for each, its points and items goes to rows.parquet."""
+    """Run the cells; rows.parquet gets a row for each run, and for each of its points and items."""
     runs: dict[str, list[Run]] = {}
     for name, config in plan.configs.items():
         say(name)
@@ -193,8 +193,8 @@ def _measure_process(config: StudyConfig, protocols: Sequence[str]) -> dict[str,
 
 
 async def measure_cells(plan: Plan, only_plan: bool = False) -> dict[str, list[Run]]:
-    """What the untrained policies of each cell do under each protocol, as runs of no steps; none with `only_plan`. What is
-    measured is kept in measured.json.
+    """Measure the untrained policies of each cell under each protocol, as runs of zero steps; none with `only_plan`. The
+    results are kept in measured.json.
     """
     place = plan.folder / MEASURED
     saved = read_json_object(place, "remove the file to measure again") if place.exists() else {}

@@ -12,7 +12,7 @@ from tinker_cookbook.utils.fields import docs
 
 
 class Form(NamedTuple):
-    """What is run where the keys do not say."""
+    """Defaults of keys that are not given."""
 
     base_seeds: tuple[int, ...]
     errors: tuple[float, ...]
@@ -58,11 +58,11 @@ class FigureConfig(CellKeys):
     protocols: tuple[str, ...] = chz.field(default=(), doc=f"the signals; default {_SIGNALS_DOC}")
     best_of: tuple[int, ...] = chz.field(
         default=(1, 2, 4, 8, 16),
-        doc="of persuasiveness: N, from how many speeches the judge's favourite is taken; rising",
+        doc="of persuasiveness: values of N, the number of speeches of which the judge's favourite is taken; rising",
     )
     lm_judge: bool = chz.field(
         default=True,
-        doc="of kenton and persuasiveness: beside judges of known error also the base model itself as the judge",
+        doc="of kenton and persuasiveness: also judge with the base model itself, next to judges of known error",
     )
 
     @chz.validate
@@ -81,7 +81,7 @@ class FigureConfig(CellKeys):
             raise ConfigurationError(f"protocols: figure={self.figure} has signals of its own; leave it out")
 
     def settled(self) -> "FigureConfig":
-        """With what the form means where the keys do not say."""
+        """With the form's defaults for keys that are not given."""
         form = QUICK if self.quick else FULL
         given = self.base_seeds or self.base_models or any("base_" in words for words in self.worlds.values())
         return chz.replace(
@@ -94,6 +94,6 @@ class FigureConfig(CellKeys):
 
     @property
     def signals(self) -> tuple[str, ...]:
-        """Those of the figure, direct judging among them where they are compared with it."""
+        """Those of the figure, including direct judging where they are compared with it."""
         given = self.protocols or SIGNALS_OF[self.figure]
         return given if self.figure == "bias" or DIRECT in given else (*given, DIRECT)

@@ -5,7 +5,7 @@
     python -m recipes.debate_figures figure=persuasiveness quick=true   # best of N speeches: Elo against the judge's accuracy
     python -m recipes.debate_figures figure=bias quick=true             # truth and hacking gap under a judge with a known bias
     python -m recipes.debate_figures figure=budgets quick=true          # unseen facts by each budget, with 0, 1 and 2 rounds
-    python -m recipes.debate_figures figure=phase sweep_dir=phase       # the full form, of six base models; the command goes on
+    python -m recipes.debate_figures figure=phase sweep_dir=phase       # the full form, of six base models; resumes
     python -m recipes.debate_figures figure=phase worlds.12= worlds.24='base_models=FOLDER task=steps.py:Long'
 
 The folder gets FIGURE.md (tables), FIGURE.svg, rows.parquet (every answer or item), and the studies that it is made of.

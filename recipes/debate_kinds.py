@@ -37,7 +37,7 @@ class Drawn:
 
     sections: Sequence[Section]
     panels: Mapping[str, tuple[Sequence[Curve], str, str]]
-    """title -> curves, what is on the axis, and what is on the other"""
+    """title -> curves, label of the x axis, label of the y axis"""
     scope: str
     """over what its intervals are"""
     words: Sequence[str] = field(default=())
@@ -101,7 +101,7 @@ async def phase(cli: FigureConfig, folder: Path) -> Drawn | None:
     title = "Right held-out answers after training, mean [95 % interval]"
     words = (
         "How many wrong answers are rejected before training, with a judge without errors (errors=0,...), is the skill of the "
-        "opponent, or of who else names the step."
+        "opponent, or of the seat that names the step instead."
     )
     panels = {"advantage over direct judging": (lines, "judge's error rate", "right, minus direct")}
     return Drawn([Section(title, names, rows)], panels, scope_of(next(iter(runs.values()))), [words])
@@ -136,7 +136,7 @@ async def kenton(cli: FigureConfig, folder: Path) -> Drawn | None:
     worlds = world_cells(cli, {"trails": "dataset=trails", "facts": "dataset=facts"})
     judges = {f"error={error:g}": (f"step_judge.error_rate={error}",) for error in cli.errors}
     judges |= {"lm": ("step_judge.name=lm",)} if cli.lm_judge else {}
-    # Without speeches and checks the judge is of no account: it is measured with the first one alone.
+    # Without speeches and checks the judge makes no difference: measure with the first one alone.
     asked = {judge: JUDGED if i else ("format", *JUDGED) for i, judge in enumerate(judges)}
     cells = [
         Cell({"task": world, "judge": judge}, (*keys, *of_judge, f"protocols={','.join(asked[judge])}"))
@@ -175,7 +175,7 @@ def _with(runs: Mapping[str, list[Run]], world: str, judge: str) -> list[Run]:
 
 
 async def bias(cli: FigureConfig, folder: Path) -> Drawn | None:
-    """Right answers and the hacking gap over training, under a judge that favours something besides the truth."""
+    """Right answers and the hacking gap over training, under a judge that favours something other than the truth."""
     sizes = [(name, rate) for name in cli.biases for rate in cli.bias_rates]
     cells = [
         Cell({"bias": "none"}),
@@ -248,7 +248,7 @@ def _over_budget(
     bounds: tuple[float, float],
     part: str | None = None,
 ) -> Estimate:
-    """Of the policies that runs had when they had taken `x` of a budget."""
+    """Of the policies of runs once they had used `x` of a budget."""
     return over(runs, lambda run: at_budget(run, budget, x, values), bounds, part)
 
 

@@ -47,7 +47,7 @@ from tinker_cookbook.weights_config import WeightsConfig
 HONEST, DISHONEST = "honest", "dishonest"
 SIDES = (HONEST, DISHONEST)
 ANSWERS = 16
-"""To each question, among which a right and a wrong one are looked for."""
+"""Answers sampled for each question, to find a right and a wrong one."""
 SPEECHES = "speeches.json"
 
 Speeches = dict[str, list[dict[str, Any]]]
@@ -56,7 +56,7 @@ each speech is to convince the judge."""
 
 
 class Said(TokenCompleter):
-    """A debater whose first turn is given, and whose later ones a policy speaks."""
+    """A debater whose first turn is given and whose later turns come from a policy."""
 
     def __init__(self, tokens: Sequence[int], policy: TokenCompleter, spoken: bool = False):
         self._tokens, self._policy, self._spoken = list(tokens), policy, spoken
@@ -83,7 +83,7 @@ async def persuasiveness(cli: FigureConfig, folder: Path) -> Drawn | None:
 
 
 async def _speeches(plan: Plan, judges: Sequence[str], count: int, only_plan: bool) -> Speeches | None:
-    """What every base model's debaters say and its judges think of it; kept in speeches.json and rows.parquet."""
+    """The speeches of every base model's debaters, and its judges' views of them; kept in speeches.json and rows.parquet."""
     configs = dict(zip(judges, plan.configs.values(), strict=True))
     bases = next(iter(configs.values())).base_models or ("",)
     place = plan.folder / SPEECHES
@@ -136,7 +136,7 @@ def _speak_process(configs: Mapping[str, StudyConfig], count: int) -> list[dict[
 
 async def speak(configs: Mapping[str, StudyConfig], count: int) -> list[dict[str, Any]]:
     """The debates of one base model: of each question with a right and a wrong answer, how likely each of `count` speeches
-    against either is to convince each judge. A speech that names no step of the answer convinces nobody.
+    against either is to convince each judge. A speech that names no step of the answer convinces no judge.
 
     Args:
         configs: judge -> keys of a study, which differ in the judge alone.
@@ -207,7 +207,7 @@ async def _wrong(judge: Judge, step: Step, key: tuple[int, ...], place: float) -
 
 
 def best(convinces: Sequence[float], n: int) -> float:
-    """What the judge's favourite among n speeches comes to: the mean over the blocks of n that the speeches are divided into."""
+    """Value of the judge's favourite among n speeches: the mean over the blocks of n that the speeches are divided into."""
     blocks = np.asarray(convinces, dtype=np.float64).reshape(-1, n)
     return float(blocks.max(axis=1).mean())
 

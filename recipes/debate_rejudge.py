@@ -40,7 +40,7 @@ class CLIConfig(SavedDebates, Judged, ResultKeys):
 
     judges: tuple[str, ...] = chz.field(default=("key",), doc=f"which judges: {JUDGE_NAMES}, or custom ones")
     without_speeches: bool = chz.field(default=False, doc="show the answers alone")
-    max_debates: int | None = chz.field(default=None, doc="the first so many; None: all")
+    max_debates: int | None = chz.field(default=None, doc="use only the first ones, this many; None: all")
 
 
 def judge_configs(cli: CLIConfig) -> dict[str, JudgeConfig]:

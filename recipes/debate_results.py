@@ -18,7 +18,7 @@ BEFORE = "before"
 VALUES = ("correct", "accepted", "judge_right")
 """Of each item, in the raw rows."""
 REACHES_TRUTH = ("truth",)
-"""Signals that use the truth: nothing is said to beat them."""
+"""Signals that use the truth; the sentence does not compare with them."""
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ CPU = "study/cpu_seconds"
 
 @chz.chz(typecheck=True)
 class KeptOversight(Oversight):
-    """The same with the last items of the training set in the place of the test set, to tune by."""
+    """The same with the last training items instead of the test set, for tuning."""
 
     kept: int = chz.field(doc="items that are kept from training", validator=chz.validators.gt(0))
 
@@ -62,7 +62,7 @@ class CpuClock(SamplingClientEvaluator):
 def dataset_builder(
     cli: StudyConfig, protocol: str, seed: int, groups: int, steps: int, kept: int = 0
 ) -> DatasetBuilder:
-    """`kept`: questions of training in the place of the held-out ones; 0: the held-out ones."""
+    """`kept`: number of training questions to use instead of the held-out ones; 0: the held-out ones."""
     env = oversight(cli, protocol, kept)
     sizes = {"groups_per_batch": groups, "group_size": group_size(cli), "num_batches": steps}
     return cli.fill(DatasetBuilder, env=env, seed=seed, num_test=cli.num_test, **sizes)
@@ -93,7 +93,7 @@ def run_config(
         on_zero_advantages="skip",
         evaluator_builders=[],
         eval_every=0,
-        infrequent_evaluator_builders=[CpuClock],  # without the test set, which would be in the time
+        infrequent_evaluator_builders=[CpuClock],  # without the test set, whose evaluation would count in the time
         infrequent_eval_every=every,
         save_every=every if cli.curves else 0,
         max_steps=steps,
@@ -185,7 +185,7 @@ async def run_one(
 def _last(folder: Path) -> str:
     record = get_last_checkpoint(str(folder), "sampler_path")
     if record is None or record.sampler_path is None:
-        raise CheckpointError(f"{folder} holds no checkpoint to measure; delete the folder and start over")
+        raise CheckpointError(f"{folder} has no checkpoint to measure; delete the folder and start over")
     return record.sampler_path
 
 
@@ -200,7 +200,7 @@ def _between(folders: Sequence[Path], steps: int) -> list[tuple[int, list[str]]]
 
 
 def spent(rows_F: Sequence[Sequence[Mapping[str, Any]]], step: int, measured: Measured) -> Point:
-    """What a run had taken when it had made `step` steps, by the rows of its metrics.jsonl; the mean over its folds.
+    """What a run had used after `step` steps, from its metrics.jsonl; the mean over its folds.
 
     CPU time is that between its evaluations. In a run that went on in another process, what the first did after its last
     evaluation is missing from it.

@@ -77,7 +77,7 @@ FREE = (
     "num_groups_to_log",
     "write_records",
 )
-"""Keys that may change when a study goes on."""
+"""Keys that may change when a study is resumed."""
 
 Place = tuple[str, str, int]
 """Base model, protocol and seed of a run."""
@@ -135,7 +135,7 @@ def _as_now(config: dict[str, Any]) -> dict[str, Any]:
 
 
 class Study:
-    """A study under way: what is finished, and what was measured before training."""
+    """A study in progress: what is finished, and what was measured before training."""
 
     def __init__(self, cli: StudyConfig, bases: Mapping[str, StudyConfig], folder: Path) -> None:
         """`cli`: settled; `bases`: its keys for each base model."""
@@ -157,7 +157,7 @@ class Study:
         }
 
     async def measure_before(self) -> float | None:
-        """Measure what is not; seconds for a sampled token of it, None if all was known."""
+        """Measure what is missing. Returns its seconds per sampled token; None if nothing was missing."""
         started, measured = time.perf_counter(), 0.0
         for base, protocol in dict.fromkeys((base, protocol) for base, protocol, _ in self.asked):
             if (base, protocol) not in self.before:
@@ -173,7 +173,7 @@ class Study:
         return [*trials, *(one for one in self.asked if one not in self.finished)]
 
     def chosen(self, protocol: str) -> Setting | None:
-        """The setting with most right answers to the questions that were kept, the first of equals; None: nothing is tuned."""
+        """The setting with the most right answers to the kept questions, the first of equals; None: nothing is tuned."""
         settings = [setting for name, setting in self.trials if name == protocol]
         return max(settings, key=lambda one: fmean(self.tried[protocol, one].after.correct_I)) if settings else None
 

@@ -69,7 +69,7 @@ class CLIConfig(
     @chz.validate
     def _check(self) -> None:
         if len(self.players) < 2 or len(set(self.players)) < len(self.players):
-            raise ConfigurationError(f"players={','.join(self.players)}: name at least two, and nobody twice")
+            raise ConfigurationError(f"players={','.join(self.players)}: name at least two, each only once")
         if self.protocol.num_speakers != 2:
             raise ConfigurationError(
                 f"protocol={self.protocol.name} with protocol.seats={self.protocol.seats}: a match is between two players; use "

@@ -2,7 +2,7 @@
 
     python -m recipes.eval_inspect                                      # shipped sums, the shipped tiny model
     python -m recipes.eval_inspect log_path=<run> task=qa/my_questions.jsonl
-    python -m recipes.eval_inspect model_path=tinker://... task=inspect_evals/gsm8k limit=100     # if inspect_evals is there
+    python -m recipes.eval_inspect model_path=tinker://... task=inspect_evals/gsm8k limit=100     # if inspect_evals is installed
 
 `inspect view --log-dir <log_dir>` shows every sample.
 """

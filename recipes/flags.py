@@ -1,4 +1,4 @@
-"""Command lines of the earlier debate scripts, such as `--mode debate -n 256 --mock-judge`: a table of words, and what they run.
+"""Command lines of the earlier debate scripts, such as `--mode debate -n 256 --mock-judge`: a table from flags to keys.
 
 The programs in `scripts/` use it under their old names. `recipes.debate_rs_grpo` and `recipes.single_turn` accept
 these flags too; other recipes print the line to type (`tinker_cookbook.cli_help`, which has the table).

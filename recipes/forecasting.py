@@ -59,7 +59,7 @@ async def verify(cli: CLIConfig, log_path: str) -> tuple[dict[str, float], list[
     """Forecast the held-out questions with the last weights of a run: `verification` and `reliability`; files are written."""
     record = get_last_checkpoint(log_path, "sampler_path")
     if record is None:
-        raise CheckpointError(f"{log_path} holds no weights to forecast with; delete the folder and start over")
+        raise CheckpointError(f"{log_path} has no weights to forecast with; delete the folder and start over")
     weights = cli.fill(WeightsConfig, base_model=cli.model_name, load_checkpoint_path=record.sampler_path)
     opened = await weights.open_policy("the forecaster")
     asked = DecisionPolicy(opened.sampling_client, opened.renderer)

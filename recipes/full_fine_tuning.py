@@ -69,8 +69,8 @@ def _check_text(data: Sequence[tinker.Datum], where: str) -> None:
 
 
 def logprobs_of(model: Any, data_D: Sequence[tinker.Datum]) -> torch.Tensor:
-    """The model's logprobs of the targets, float32 (D, T), T the longest datum's positions; what stands in the padding
-    means nothing.
+    """The model's logprobs of the targets, float32 (D, T), T the longest datum's positions; values in the padding
+    are undefined.
     """
     tokens_D = [torch.tensor(datum.model_input.to_ints()) for datum in data_D]
     targets_D = [datum.loss_fn_inputs["target_tokens"].to_torch() for datum in data_D]

@@ -1,4 +1,4 @@
-"""How busy the device is while commands run: nvidia-smi asked twice a second, or the CPU time of the commands."""
+"""How busy the device is while commands run: nvidia-smi polled twice a second, or the CPU time of the commands."""
 
 import os
 import resource
@@ -11,7 +11,7 @@ from typing import Self
 
 INTERVAL_SECONDS = 0.5
 LEAST_GPU_PERCENT, LEAST_CPU_PERCENT = 1.0, 1.0
-"""Of the mean over all samples: below, the work was done elsewhere."""
+"""Least mean over all samples; below it, the work was done elsewhere."""
 
 
 @dataclass

@@ -32,7 +32,7 @@ from tinker_cookbook.utils.fields import docs
 
 RECIPE = "guess_number"
 NEAR = 0.5
-"""What the best possible miss is worth; a hit is worth 1."""
+"""Reward of the best possible miss; a hit gets 1."""
 WASTE = 0.2
 """What a wasted turn costs."""
 

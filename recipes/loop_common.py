@@ -15,5 +15,5 @@ class LoopConfig(DefaultModel, ClientKeys, LearningRate, RunFolder, ExistingFold
     DOCS = docs(
         session_name="what the service's console calls the run's session",
         log_path="folder for metrics.jsonl and logs.log; default: a new one under <user data>/tinker-cookbook",
-        behavior_if_log_dir_exists="ask, delete, raise; resume: begin anew",
+        behavior_if_log_dir_exists="ask, delete, raise; resume: start over",
     )

@@ -65,7 +65,9 @@ class MathProblems(TestDataset, Environment):
 
     def _sums(self, settings: DatasetSettings) -> tuple[list[TaskItem], list[TaskItem]]:
         if self.test_dataset is not None:
-            raise ConfigurationError(f"test_dataset={self.test_dataset!r}: {SUMS} hold out some of their own; drop it")
+            raise ConfigurationError(
+                f"test_dataset={self.test_dataset!r}: {SUMS} have their own held-out questions; drop it"
+            )
         wanted, num_test = settings.groups_per_batch * settings.num_batches, settings.num_test or 0
         rng = random.Random(derive_seed(settings.seed, SUMS))
         items = generate_sums(num_test + wanted, self.operations, self.largest, rng, self.operators)

@@ -1,4 +1,4 @@
-"""Which models there are: renderer, size, suggested rank and learning rate, and what runs where.
+"""The known models: renderer, size, suggested rank and learning rate, and what runs where.
 
     python -m recipes.models
     python -m recipes.models like=qwen3
@@ -49,7 +49,7 @@ class CLIConfig(OptionalModelKey, AdapterKeys):
         model_name="all about one model; a directory or a hub id", lora_rank="rank that adapters are counted for"
     )
 
-    like: str = chz.field(default="", doc="only models whose name has this in it, in any case")
+    like: str = chz.field(default="", doc="only models whose name contains this, ignoring case")
 
 
 def known_models() -> list[str]:
@@ -141,9 +141,7 @@ async def main(cli: CLIConfig) -> None:
         return
     names = [name for name in known_models() if cli.like.lower() in name.lower()]
     if not names:
-        raise ConfigurationError(
-            f"like={cli.like!r}: no known model has this in its name; leave it out to see them all"
-        )
+        raise ConfigurationError(f"like={cli.like!r}: no known model has this in its name; leave it out to list all")
     show(names, cli.lora_rank)
     print("\n*: renderer not compared with recorded output of another implementation.")
     print("Context in tokens. State: what the local engine keeps of a sequence, apart from its KV cache, in bfloat16.")

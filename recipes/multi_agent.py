@@ -20,7 +20,7 @@ import chz
 
 from recipes.common import for_model
 from recipes.rl_common import dataset_of, train_and_show, train_config
-from recipes.warm_up import BATCH_SIZE, GENTLE_RATES, TINY_STEPS, WarmUpConfig, train_first, warm_up_steps
+from recipes.warm_up import BATCH_SIZE, GENTLE_RATES, TINY_STEPS, WarmUpConfig, warm_up_on, warm_up_steps
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.env.games import Match
 from tinker_cookbook.env.multi_agent import MultiAgent, RoleEnv, check_game, multi_agent_env
@@ -41,7 +41,7 @@ RECIPE = "multi_agent"
 
 def _problem(part: Any) -> str | None:
     if not isinstance(part, type):
-        return "is no class"
+        return "is not a class"
     try:
         check_game(part)
     except ConfigurationError as error:
@@ -81,9 +81,9 @@ class CLIConfig(OpponentKeys, WarmUpConfig, rates=GENTLE_RATES, max_steps=16, nu
     game_args: dict[str, Any] = chz.field(default_factory=dict, doc="arguments of the game, as game.name=value")
     test_opponent: str | None = chz.field(
         default=None,
-        doc="who evaluations are played against; default: as the game says (kuhn_poker: random, shared_sum: self)",
+        doc="the opponent of evaluations; default: the game's own (kuhn_poker: random, shared_sum: self)",
     )
-    trained_roles: str | None = chz.field(default=None, doc="roles that are trained, with commas; default: all of them")
+    trained_roles: str | None = chz.field(default=None, doc="roles to train, separated by commas; default: all of them")
 
 
 def make_env(cli: CLIConfig) -> MultiAgent:
@@ -145,10 +145,7 @@ async def main(cli: CLIConfig) -> RunSummary:
     steps = warm_up_steps(cli, TINY_STEPS if "random" in getattr(env.game, "scripts", {}) else 0)
     written = await conversations(cli, env, steps) if steps else []
     folder = [name, cli.opponent, f"{cli.groups_per_batch}x{cli.group_size}"]
-    config = train_config(cli, RECIPE, builder, folder, advantage=ADVANTAGE)
-    if written:
-        state = await train_first(cli, config, written, builder.renderer_name)
-        config = chz.replace(config, load_checkpoint_path=state)
+    config = await warm_up_on(cli, train_config(cli, RECIPE, builder, folder, advantage=ADVANTAGE), written)
     metrics = [f"{role}/{key}" for role in env.roles for key in ("reward", "forfeit")]
     return await train_and_show(config, metrics)
 

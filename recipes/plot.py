@@ -18,7 +18,7 @@ from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.field_groups import RunFolder
 from tinker_cookbook.report.figures import curves, draw, metric_named
-from tinker_cookbook.report.runs import open_runs
+from tinker_cookbook.report.runs import listed_folders, open_runs
 from tinker_cookbook.utils.fields import docs
 
 
@@ -26,11 +26,11 @@ from tinker_cookbook.utils.fields import docs
 class CLIConfig(RunFolder):
     """Keys of `python -m recipes.plot`."""
 
-    DOCS = docs(log_path="folder of a run, or of several runs; more than one, divided by commas")
+    DOCS = docs(log_path="folder of a run, or of several runs; more than one, separated by commas")
 
     y: str = chz.field(doc="the metric")
     x: str = chz.field(
-        default="step", doc="over what: step, progress/sampled_tokens, progress/seconds or another metric"
+        default="step", doc="the x axis: step, progress/sampled_tokens, progress/seconds or another metric"
     )
     out: str = chz.field(doc="the file: .svg, .pdf or .png")
     smoothing: float = chz.field(
@@ -45,9 +45,7 @@ class CLIConfig(RunFolder):
 
 
 def main(cli: CLIConfig) -> None:
-    paths = [path for path in cli.log_path.split(",") if path]
-    if not paths:
-        raise ConfigurationError("log_path: give at least one folder")
+    paths = listed_folders(cli.log_path)
     runs = open_runs(paths)
     x, y = metric_named(cli.x, runs), metric_named(cli.y, runs)
     lines = curves(runs, x, y, cli.smoothing, cli.band)

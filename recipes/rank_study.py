@@ -5,8 +5,8 @@ vertex of a parabola through the best value and its neighbours, over the logarit
 of that optimum from the lowest rank to the highest, seed by seed, with its 95 % interval.
 
     python -m recipes.rank_study quick=True                          # 135 runs, about ten minutes on two free cores
-    python -m recipes.rank_study sweep_dir=ranks                     # 225 runs; the same command goes on
-    python -m recipes.rank_study algorithms=sft full=True            # beside full fine-tuning (recipes.full_fine_tuning)
+    python -m recipes.rank_study sweep_dir=ranks                     # 225 runs; the same command resumes
+    python -m recipes.rank_study algorithms=sft full=True            # and full fine-tuning (recipes.full_fine_tuning)
     python -m recipes.rank_study set.model_name=Qwen/Qwen3-0.6B rates=3e-5,1e-4,3e-4,1e-3,3e-3 only_plan=True
 
 The folder gets rows.parquet (every step of every run), runs.parquet (a row per run) and rank_study.md.
@@ -98,7 +98,7 @@ class CLIConfig(StudyKeys, concurrent=4):
         if list(ranks) != sorted(set(ranks)) or ranks[0] < 1:
             raise ConfigurationError(f"ranks={ranks}: must be positive and rising")
         if self.full and "sft" not in self.algorithms:
-            raise ConfigurationError("full=True stands beside sft; add it to algorithms")
+            raise ConfigurationError("full=True is compared with sft; add sft to algorithms")
 
     @property
     def chosen_ranks(self) -> tuple[int, ...]:
@@ -143,7 +143,7 @@ def measure(rows: "pandas.DataFrame") -> dict[str, float]:
 
 def optimum(rates: Sequence[float], values: Sequence[float], sign: int) -> float:
     """log10 of the best rate: the vertex of the parabola through the best value and its neighbours over log10(rate); at
-    an end of the grid, or beside a run that diverged, the best rate itself.
+    an end of the grid, or next to a run that diverged, the best rate itself.
 
     Args:
         rates: rising.
@@ -159,7 +159,7 @@ def optimum(rates: Sequence[float], values: Sequence[float], sign: int) -> float
 
 
 def optima(runs: "pandas.DataFrame", algorithm: str, sign: int) -> dict[int, dict[int, float]]:
-    """rank -> seed -> `optimum`, of seeds with a finished run of every rate; full fine-tuning stands as rank 0."""
+    """rank -> seed -> `optimum`, of seeds with a finished run of every rate; full fine-tuning is rank 0."""
     found: dict[int, dict[int, float]] = {}
     of = runs[runs[PART] == algorithm].fillna({RANK: 0})
     rates = sorted(of[RATE].unique())
@@ -177,7 +177,7 @@ def as_rate(log10: Estimate) -> str:
 
 
 def tables(cli: CLIConfig, runs: "pandas.DataFrame") -> list[Section]:
-    """Of each algorithm the metric by rank and rate, with the best rate of each rank."""
+    """For each algorithm the metric by rank and rate, with the best rate of each rank."""
     found: list[Section] = []
     for name in cli.algorithms:
         algorithm, rates = ALGORITHMS[name], cli.rates_of(name)
@@ -217,9 +217,9 @@ def sentences(cli: CLIConfig, runs: "pandas.DataFrame") -> list[str]:
         if math.isnan(shift.low):
             how = "one seed has no interval"
         elif shift.low > 0 or shift.high < 0:
-            how = "the interval leaves out 0: the best rate depends on the rank"
+            how = "the interval excludes 0: the best rate depends on the rank"
         else:
-            how = "the interval holds 0: no dependence is seen, and one of up to its ends is not excluded"
+            how = "the interval contains 0: no dependence is seen, and any within the interval is possible"
         step = math.log10(rates[1] / rates[0])
         edge = sum(at in edges for of_rank in best.values() for at in of_rank.values())
         at_edge = f"; {edge} of {sum(map(len, best.values()))} optima lie at the grid's edge" if edge else ""

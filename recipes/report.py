@@ -1,6 +1,6 @@
-"""What runs came to, as one page: result, ranking, curves, every rollout token by token, debates, and a chat with a checkpoint.
+"""The results of runs on one page: outcome, ranking, curves, every rollout token by token, debates, and a chat with a checkpoint.
 
-    python -m recipes.report log_path=RUN                    # writes RUN/report.html, which needs nothing else to be looked at
+    python -m recipes.report log_path=RUN                    # writes RUN/report.html, a self-contained page
     python -m recipes.report log_path=RUN,OTHER_RUN          # both in one page
     python -m recipes.report log_path=SWEEP out=sweep.html   # all runs below a folder
     python -m recipes.report log_path=RUN serve=true         # the same page and a chat with a checkpoint, of a live run too
@@ -25,7 +25,7 @@ from tinker_cookbook.report import failures
 from tinker_cookbook.report.export import INSPECT_SUFFIX, SPANS_SUFFIX, chosen_steps, write_inspect_log, write_spans
 from tinker_cookbook.report.page import write_page
 from tinker_cookbook.report.rollouts import index_run, words_of
-from tinker_cookbook.report.runs import RunData, open_runs
+from tinker_cookbook.report.runs import RunData, listed_folders, open_runs
 from tinker_cookbook.report.serve import serve
 from tinker_cookbook.utils.fields import docs
 from tinker_cookbook.utils.files import write_bytes
@@ -39,7 +39,7 @@ SUFFIXES = (".html", *EXPORTS)
 class CLIConfig(RunFolder):
     """Keys of `python -m recipes.report`."""
 
-    DOCS = docs(log_path="folder of a run, or of several runs; more than one, divided by commas")
+    DOCS = docs(log_path="folder of a run, or of several runs; more than one, separated by commas")
 
     out: str | None = chz.field(
         default=None,
@@ -64,9 +64,7 @@ class CLIConfig(RunFolder):
 
 
 def main(cli: CLIConfig) -> None:
-    paths = [path for path in cli.log_path.split(",") if path]
-    if not paths:
-        raise ConfigurationError("log_path: give at least one folder")
+    paths = listed_folders(cli.log_path)
     if cli.serve and cli.out is not None:
         raise ConfigurationError("out and serve=true are given: give one of them")
     suffix = Path(cli.out).suffix if cli.out is not None else SUFFIXES[0]

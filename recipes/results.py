@@ -36,7 +36,9 @@ class Seeds(Processes, FieldGroup):
 class SweepKeys(Processes, FieldGroup):
     """Runs in one folder that share some of their keys."""
 
-    sweep_dir: str | None = chz.field(default=None, doc="folder of the sweep; an old one goes on; default: a new one")
+    sweep_dir: str | None = chz.field(
+        default=None, doc="folder of the sweep; an existing one is resumed; default: a new one"
+    )
     set: dict[str, str] = chz.field(default_factory=dict, doc="set.<key>=value: the same in every run")
 
 

@@ -39,7 +39,7 @@ class RLConfig(StepKeys, CommonConfig, RLOptions, rates=RL_RATES, eval_every=10)
 
     preset: str | None = chz.field(
         default=None,
-        doc="settings of a published algorithm; keys that are given count more. "
+        doc="settings of a published algorithm; explicit keys take precedence. "
         + "; ".join(f"{name}: {preset}" for name, preset in PRESETS.items()),
         validator=_known_preset,
     )
@@ -136,7 +136,7 @@ class TaskConfig(RolloutCount, TaskData, RLConfig):
     num_groups: int = chz.field(default=8, doc="questions per batch", validator=chz.validators.gt(0))
     eval_grader: GraderConfig = chz.field(
         default_factory=GraderConfig,
-        doc="an endpoint that grades replies to held-out questions at each evaluation (graded/); the reward stays what it is",
+        doc="an endpoint that grades replies to held-out questions at each evaluation (graded/); rewards do not change",
     )
 
 

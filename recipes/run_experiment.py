@@ -59,7 +59,7 @@ OTHER_NAMES = {
     "tinker": {},
     "warm_up": {"data": "warm_up_data", "steps": "warm_up_steps", "tiny_steps": "warm_up_tiny_steps"},
 }
-"""Keys of a table that are called otherwise in the library."""
+"""Keys of a table that have another name in the library."""
 OWN_KEYS = {
     "model": ("base_model", "model_name", "renderer_name", "lora_rank", "load_checkpoint_path"),
     "tinker": ("backend", "base_url", "api_key_env", "api_key"),
@@ -74,7 +74,7 @@ class EnvEntry:
     """One environment of an experiment."""
 
     id: str = chz.field(doc="name, module, folder or file of an environment")
-    name: str | None = chz.field(default=None, doc="what metrics call it; None: as it calls itself")
+    name: str | None = chz.field(default=None, doc="its name in metrics; None: its own name")
     weight: float = chz.field(default=1.0, doc="share of the groups of a step; 0: evaluated, never trained on")
     args: dict[str, Any] = chz.field(default_factory=dict, doc="arguments of load_environment")
 
@@ -168,7 +168,7 @@ def experiment_keys(tables: Mapping[str, Any], path: str) -> dict[str, Any]:
     trainer = dict(tables.get("trainer", {}))
     args = trainer.pop("args", {})
     if twice := sorted(trainer.keys() & args.keys()):
-        raise ConfigurationError(f"{path}: {twice[0]} stands in [trainer] and in [trainer.args]; give it once")
+        raise ConfigurationError(f"{path}: {twice[0]} is in [trainer] and in [trainer.args]; give it once")
     entry_keys = [
         key for key in chz.chz_fields(CLIConfig) if key not in ("envs", "experiment", "api_key", "api_key_env")
     ]

@@ -1,11 +1,16 @@
 """Shared parts of the supervised fine-tuning recipes: their keys, and the training loop's config."""
 
+from pathlib import Path
+from typing import Any
+
 import chz
 
 from recipes.common import SL_RATES, CommonConfig, run_config
 from tinker_cookbook.data.epochs import TEST_SIZE, HeldOut
 from tinker_cookbook.data.hub import DatasetKey
 from tinker_cookbook.renderers import TrainOnWhat
+from tinker_cookbook.runs.config import RunConfig
+from tinker_cookbook.runs.ml_log import TrackerConfig, tracker_settings
 from tinker_cookbook.runs.outcome import RunSummary, print_changes
 from tinker_cookbook.supervised import train
 from tinker_cookbook.supervised.hub import HubOptions
@@ -33,7 +38,7 @@ class ChatKeys(ConversationKeys, train_on_what=TrainOnWhat.ALL_ASSISTANT_MESSAGE
 
     DOCS = docs(batch_size="conversations per step", train_on_what="which tokens train: " + ", ".join(TrainOnWhat))
 
-    hub: HubOptions | None = chz.field(default=None, doc="how a hub dataset is read, if not in the usual way")
+    hub: HubOptions | None = chz.field(default=None, doc="how to read a hub dataset; None: in the usual way")
 
 
 @chz.chz(typecheck=True)
@@ -51,6 +56,26 @@ def train_config(cli: SLConfig, recipe: str, dataset_builder: SupervisedDatasetB
     opened last.
     """
     return run_config(cli, train.Config, train.check_config, recipe, [label], dataset_builder=dataset_builder)
+
+
+def stage_before(
+    cli: CommonConfig, run: RunConfig, name: str, dataset_builder: SupervisedDatasetBuilder, **given: Any
+) -> train.Config:
+    """A supervised stage in a subfolder of a run, on its model, without evaluations; `given` are other fields."""
+    return cli.fill(
+        train.Config,
+        log_path=str(Path(run.log_path) / name),
+        recipe_name=f"{run.recipe_name}.{name}",
+        dataset_builder=dataset_builder,
+        model_name=run.model_name,
+        max_steps=None,
+        eval_every=0,
+        infrequent_eval_every=0,
+        lr_schedule="linear",
+        lr_warmup_steps=0,
+        **tracker_settings(TrackerConfig()),
+        **given,
+    )
 
 
 async def train_and_show(config: train.Config) -> RunSummary:

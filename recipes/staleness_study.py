@@ -1,12 +1,12 @@
 """What stale samples do to each loss: importance sampling, PPO, CISPO, GSPO, TIS, IcePop and stable_reinforce.
 
 Every run trains on samples that are exactly K updates old (`async_config.max_steps_off_policy=K` in its deterministic
-mode; the first K batches are younger), with the same advantages, data and number of samples. What is compared is read
+mode; the first K batches are younger), with the same advantages, data and number of samples. Runs are compared
 at equal sampled tokens. Only losses differ, so a preset's advantages are replaced by those of all the others: z-scores
 of the group, divided by the reply's tokens. With nothing to see, raise `rates` and `substeps`.
 
     python -m recipes.staleness_study quick=True                           # 63 runs, about ten minutes on two free cores
-    python -m recipes.staleness_study sweep_dir=stale                      # 210 runs; the same command goes on
+    python -m recipes.staleness_study sweep_dir=stale                      # 210 runs; the same command resumes
     python -m recipes.staleness_study quick=True rates=3e-3 substeps=8     # until there is a difference
     python -m recipes.staleness_study recipe=recipes.math_rl set.model_name=Qwen/Qwen3-0.6B rates=1e-4 only_plan=True
 
@@ -45,20 +45,20 @@ LOSSES: Mapping[str, Mapping[str, Value]] = {
 SAME: Mapping[str, Value] = {"advantage.baseline": "zscore", "advantage.scale": "sequence"}
 EVALUATIONS = 4
 LAST_SHARE = 0.25
-"""Of the steps: those that say what a run came to."""
+"""Share of the steps, the last ones, over which a run's results are averaged."""
 BROKEN = 0.25
-"""A fall of held-out reward that no chance explains: of 100 questions, five standard errors."""
+"""A fall of held-out reward that chance cannot explain: with 100 questions, five standard errors."""
 REWARD, TOKENS = "env/all/reward/total", "progress/sampled_tokens"
 MEASURES = {
     "reward": 2, "held_out": 2, "fall": 2, "kl": 3, "kl_max": 2, "entropy": 2, "clipped": 3, "masked": 3, "grad_norm": 2
 }  # fmt: skip
-"""Shown, with so many decimals."""
+"""Measures that are shown, and their decimals."""
 RANGES = {"held_out": (ANY[0], 1.0), "fall": (0.0, ANY[1])}
-"""Of measures whose intervals end somewhere: a right answer is worth 1, and a fall is no rise."""
+"""Bounds of measures, for their intervals: rewards are at most 1, falls at least 0."""
 
 
 class Form(NamedTuple):
-    """What is run where the keys do not say."""
+    """Defaults of keys that are not given."""
 
     staleness: tuple[int, ...]
     substeps: tuple[int, ...]
@@ -109,7 +109,7 @@ class CLIConfig(StudyKeys):
 
 
 def axes_of(cli: CLIConfig) -> dict[str, Sequence[int | float]]:
-    """The keys that differ between the runs of a loss, but for the seed."""
+    """The keys that differ between the runs of a loss, except the seed."""
     form = cli.chosen()
     return {K: form.staleness, SUBSTEPS: form.substeps, **({RATE: cli.rates} if cli.rates else {})}
 
@@ -127,7 +127,7 @@ def parts(cli: CLIConfig) -> list[Part]:
 
 
 def measure(rows: "pandas.DataFrame", tokens: float) -> dict[str, float]:
-    """What a run came to at this number of sampled tokens.
+    """The results of a run at this number of sampled tokens.
 
     Rewards and entropy are means over the last quarter of the steps; held-out reward is read off the line between two
     evaluations. KL (v2, nats per token), the share of tokens that the loss clips or masks and the gradient's norm are
@@ -207,7 +207,7 @@ def tables(cli: CLIConfig, runs: "pandas.DataFrame", tokens: float) -> list[Sect
 
 
 def differs(gap: Estimate | None) -> bool:
-    """Whether the interval of a difference leaves out 0."""
+    """Whether the interval of a difference excludes 0."""
     return gap is not None and (gap.low > 0 or gap.high < 0)
 
 

@@ -28,7 +28,7 @@ LEAN: Mapping[str, Value] = {
     "save_every": 0,
     "on_nonfinite": "skip",
 }
-"""Of every run: a run that breaks is a result."""
+"""Keys of every run: a run that breaks is a result."""
 LEAN_RL: Mapping[str, Value] = {
     **LEAN,
     "on_zero_advantages": "skip",
@@ -37,16 +37,16 @@ LEAN_RL: Mapping[str, Value] = {
     "num_groups_to_log": 0,
     "rollout_json_export": False,
 }
-"""Of reinforcement learning: hundreds of runs leave their metrics, and no rollouts."""
+"""Keys of RL runs: hundreds of them write their metrics, and no rollouts."""
 
 
 @chz.chz(typecheck=True)
 class StudyFolder(SweepKeys, Seeds, PageKey, QuickForm, FieldGroup, seeds=(0, 1, 2)):
-    """What all studies have: their folder, their form, and what is the same in every run."""
+    """Keys of all studies: the folder, the form, and what is the same in every run."""
 
     DOCS = docs(
         seeds="a run of each setting for each of these",
-        sweep_dir="folder of the study; an old one goes on; default: a new one",
+        sweep_dir="folder of the study; an existing one is resumed; default: a new one",
         set="set.<key>=value: a key of the recipes that are run, the same in every run",
     )
 
@@ -71,7 +71,7 @@ class StudyFolder(SweepKeys, Seeds, PageKey, QuickForm, FieldGroup, seeds=(0, 1,
 
 @chz.chz(typecheck=True)
 class StudyKeys(StudyFolder, Concurrency, FieldGroup, processes=0, concurrent=1):
-    """Of studies whose runs are those of `tinker_cookbook.sweeps.study`."""
+    """Keys of studies whose runs are those of `tinker_cookbook.sweeps.study`."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ async def run_and_tell(
 
     Args:
         recipe: the study's name, also of its Markdown file.
-        keys: swept keys that stand in the row of a run.
+        keys: swept keys that become columns of a run's row.
         read: from every logged row of every run, how to read them.
 
     Raises:
@@ -131,7 +131,7 @@ async def run_and_tell(
     write_parquet(folder, rows, runs)
     failed = rows.groupby(["part", "run"]).ngroups - len(runs)
     steps = ", ".join(f"{part.name} {part.fixed[STEPS_KEY]}" for part in parts)
-    about = f"{cli.form}: {len(runs)} runs{reading.about or f', of so many batches each: {steps}'}."
+    about = f"{cli.form}: {len(runs)} runs{reading.about or f'; batches of each: {steps}'}."
     finish(cli, folder, recipe, reading.tables(runs), [about, *reading.sentences(runs)], failed)
 
 

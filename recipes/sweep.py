@@ -39,7 +39,7 @@ class CLIConfig(SweepKeys, Concurrency):
     recipe: str | None = chz.field(default=None, doc="module of the recipe, e.g. recipes.rl_basic")
     grid: dict[str, str] = chz.field(
         default_factory=dict,
-        doc="grid.<key>=value,value: values to combine; separated by | instead where they have commas of their own",
+        doc="grid.<key>=value,value: values to combine; separated by | instead where a value contains commas",
     )
     seeds: str | None = chz.field(default=None, doc="seeds to combine with the grid, e.g. 0,1,2")
     metric: str | None = chz.field(default=None, doc="what to rank by; default: the first usual one that the runs log")

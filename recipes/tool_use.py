@@ -140,7 +140,7 @@ class ToolUse(TurnLimit, Episodes):
     )
     declare_tools: bool | None = chz.field(
         default=None,
-        doc="show the tool's JSON schema in the renderer's own way; default: yes, but not to tiny models, for which it is long",
+        doc="show the tool's JSON schema in the renderer's own way; default: yes, except for tiny models, where it is too long",
     )
 
     @chz.validate

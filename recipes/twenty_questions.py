@@ -45,7 +45,7 @@ from tinker_cookbook.weights_config import WeightsConfig
 RECIPE = "twenty_questions"
 OBJECTS = EXAMPLE_DATA / "twenty_questions" / "objects.jsonl"
 WASTE = 0.2
-"""What a question costs that is none, or whose answer could be known."""
+"""Cost of a question that is not one, or whose answer is already known."""
 WIN = 1.0
 TINY_STEPS = 150
 """Supervised steps, after which the shipped model names what is on the list."""
@@ -206,10 +206,8 @@ class TwentyQuestions(TurnLimit, Episodes, max_turns=5):
 
     DOCS = docs(max_turns="questions per game")
 
-    num_things: int = chz.field(
-        default=4, doc="things that it may be, drawn anew for each game", validator=chz.validators.gt(1)
-    )
-    list_objects: bool = chz.field(default=True, doc="answers list what is still open, by what the script knows")
+    num_things: int = chz.field(default=4, doc="candidates of a game, drawn for each", validator=chz.validators.gt(1))
+    list_objects: bool = chz.field(default=True, doc="answers list what is still possible, as far as the script knows")
     answerer: Literal["script", "lm"] = chz.field(default="script", doc="script, or lm (a frozen model)")
     answerer_weights: WeightsConfig = chz.field(
         default_factory=WeightsConfig, doc="the model of answerer=lm; default: the policy's base model"
@@ -225,7 +223,7 @@ class TwentyQuestions(TurnLimit, Episodes, max_turns=5):
                 f"num_things={self.num_things}: there are {known} things; choose at most that many"
             )
         if self.answerer == "script" and self.answerer_weights != WeightsConfig():
-            raise ConfigurationError("answerer_weights is of no use with answerer=script; add answerer=lm, or drop it")
+            raise ConfigurationError("answerer_weights is unused with answerer=script; add answerer=lm, or drop it")
 
     async def groups(self, settings: DatasetSettings) -> Groups:
         if self.answerer == "script" or self.answerer_weights != WeightsConfig():

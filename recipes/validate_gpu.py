@@ -51,7 +51,7 @@ class CLIConfig(DefaultModel, StepKeys, RolloutCount, max_steps=10):
     DOCS = docs(num_rollouts="rollouts per step, in 4 groups")
 
     summary_dataset: str = chz.field(
-        default="articles", doc="what is summarised: shipped, a .jsonl file, or cnn_dailymail from the hub"
+        default="articles", doc="the texts to summarise: shipped, a .jsonl file, or cnn_dailymail from the hub"
     )
     minutes: float = chz.field(default=30.0, doc="that a command may take", validator=chz.validators.gt(0))
     output: str | None = chz.field(

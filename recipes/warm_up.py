@@ -16,6 +16,7 @@ import chz
 
 from recipes.common import RL_RATES, SL_LEARNING_RATE, CommonConfig, GroupKeys
 from recipes.rl_common import RLConfig, train_and_show, train_config
+from recipes.sl_common import stage_before
 from tinker_cookbook.data.epochs import Epochs, ShuffledItems
 from tinker_cookbook.env.dataset import DatasetBuilder
 from tinker_cookbook.exceptions import CheckpointError, ConfigurationError
@@ -25,7 +26,6 @@ from tinker_cookbook.rl.message_env import MessageEnv
 from tinker_cookbook.rl.play_w_env import play_episode
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
 from tinker_cookbook.runs.config import RunConfig
-from tinker_cookbook.runs.ml_log import TrackerConfig, tracker_settings
 from tinker_cookbook.runs.outcome import RunSummary
 from tinker_cookbook.supervised import train as supervised_train
 from tinker_cookbook.supervised.conversations import read_conversations
@@ -43,11 +43,11 @@ WriteConversation = Callable[[Renderer, random.Random], Awaitable[list[Message]]
 BATCH_SIZE = 16
 TINY_STEPS = 40
 FORM_STEPS = 56
-"""On given conversations, whose form is longer than a move in a game."""
+"""On given conversations, whose format is longer than a move in a game."""
 TINY_RATE = 3e-3
-"""Higher than what suits the shipped model otherwise: it has a form to learn from scratch, and few steps."""
+"""Higher than otherwise for the shipped model: it has to learn a format from scratch, in few steps."""
 GENTLE_RATE = 3e-4
-"""For reinforcement learning on the shipped model after it has learnt to copy: at 1e-3 it soon forgets that again."""
+"""For reinforcement learning on the shipped model after it has learnt to copy: at 1e-3 it soon forgets that."""
 GENTLE_RATES = RL_RATES._replace(tiny=GENTLE_RATE)
 
 
@@ -81,7 +81,7 @@ class WarmUpDataConfig(WarmUpConfig):
 
     warm_up_data: str | None = chz.field(
         default=None,
-        doc="JSONL file of conversations that show the form of replies, for the supervised stage; None: no stage",
+        doc="JSONL file of conversations that show the format of replies, for the supervised stage; None: no stage",
     )
     warm_up_tiny_steps: int = chz.field(
         default=FORM_STEPS,
@@ -134,8 +134,7 @@ async def warm_up(
     for i in range(steps * BATCH_SIZE):
         rng = random.Random(derive_seed(cli.seed, "warm-up", i))
         conversations.append(await write(renderer, rng))
-    path = await train_first(cli, config, conversations, episodes.renderer_name)
-    return chz.replace(config, load_checkpoint_path=path)
+    return await warm_up_on(cli, config, conversations)
 
 
 def given_conversations(cli: WarmUpDataConfig) -> list[list[Message]]:
@@ -173,23 +172,9 @@ async def train_first(
         max_length=None,
         batch_size=BATCH_SIZE,
     )
-    await supervised_train.main(
-        cli.fill(
-            supervised_train.Config,
-            log_path=str(folder / "warm_up"),
-            recipe_name=f"{config.recipe_name}.warm_up",
-            model_name=config.model_name,
-            renderer_name=None,
-            dataset_builder=FromConversationFileBuilder(common_config=common, file_path=str(folder / "warm_up.jsonl")),
-            learning_rate=TINY_RATE if cli.is_tiny else SL_LEARNING_RATE,
-            max_steps=None,
-            eval_every=0,
-            infrequent_eval_every=0,
-            lr_schedule="linear",
-            lr_warmup_steps=0,
-            **tracker_settings(TrackerConfig()),
-        )
-    )
+    builder = FromConversationFileBuilder(common_config=common, file_path=str(folder / "warm_up.jsonl"))
+    rate = TINY_RATE if cli.is_tiny else SL_LEARNING_RATE
+    await supervised_train.main(stage_before(cli, config, "warm_up", builder, renderer_name=None, learning_rate=rate))
     record = get_last_checkpoint(folder / "warm_up")
     if record is None or record.state_path is None:
         raise CheckpointError(

@@ -81,7 +81,7 @@ class TestChecks:
     def test_an_address_names_its_protocol(self, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
         monkeypatch.setenv("TINKER_API_KEY", "tml-none")
         monkeypatch.setenv("TINKER_BASE_URL", "gpu-machine:8000")
-        with pytest.raises(ConfigurationError, match=rf"^{source}='gpu-machine:8000' is no address"):
+        with pytest.raises(ConfigurationError, match=rf"^{source}='gpu-machine:8000' is not an address"):
             backends.check_backend("tinker", "m", "gpu-machine:8000" if source == "base_url" else None)
 
     def test_local_takes_no_base_url(self) -> None:

@@ -262,7 +262,7 @@ class TestInterrupt:
                 raise RewardError("reward_fn reward failed: KeyError: 'moss'")
 
         told = failure(capsys, target=target, code=1).splitlines()[1:]
-        then = "resume goes on from there" if checkpoint else "resume"
+        then = "resume continues from there" if checkpoint else "resume"
         assert len(told) == 1 and told[0].endswith(f"behavior_if_log_dir_exists={then}")
         assert ("the last checkpoint is 000002. With" in told[0]) == checkpoint
 

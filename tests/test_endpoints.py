@@ -264,8 +264,8 @@ def test_tool_calls_go_both_ways(serve: Callable[..., Endpoint]) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"base_url": None}, r"judge\.endpoint\.base_url=None is no address"),
-        ({"base_url": "127.0.0.1:8000"}, r"base_url='127\.0\.0\.1:8000' is no address"),
+        ({"base_url": None}, r"judge\.endpoint\.base_url=None is not an address"),
+        ({"base_url": "127.0.0.1:8000"}, r"base_url='127\.0\.0\.1:8000' is not an address"),
         ({"model": None}, r"judge\.endpoint\.model is missing"),
         ({"api_key_variable": "NO_SUCH_KEY"}, r"NO_SUCH_KEY: this environment variable is not set"),
     ],

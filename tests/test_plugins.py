@@ -57,7 +57,7 @@ def test_a_registered_name(registry: Registry):
 
 @pytest.mark.parametrize("name", ["shipped", "", "a:b", "a,b"])
 def test_a_name_that_cannot_be_registered(registry: Registry, name: str):
-    with pytest.raises(ConfigurationError, match="taken" if name == "shipped" else "is no name"):
+    with pytest.raises(ConfigurationError, match="taken" if name == "shipped" else "is not a name"):
         registry.register(name, shipped)
     assert registry.resolve("shipped") is shipped
 
@@ -120,7 +120,7 @@ if __name__ == "__main__":
 def test_an_object_from_python(registry: Registry):
     mine = lambda question, reply, answer: 0.5  # noqa: E731
     assert registry.resolve(mine) is mine
-    with pytest.raises(ConfigurationError, match="is no function but int"):
+    with pytest.raises(ConfigurationError, match="is not a function, but int"):
         registry.resolve(3)
 
 
@@ -134,7 +134,7 @@ def test_an_object_from_python(registry: Registry):
         ("json:score", "json has no score"),
         ("json:dumps.deeper", "json has no dumps.deeper"),
         ("json:loads", "will be called with"),
-        ("json:__name__", "is no function but str"),
+        ("json:__name__", "is not a function, but str"),
         ("json:", "is unknown"),
         (":dumps", "is unknown"),
         ("json:dumps()", "is unknown"),

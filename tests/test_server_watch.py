@@ -177,7 +177,7 @@ class TestWatch:
         client, server = Client(), serve(404)
         ServerWatch(address_of(server), "base_url=mine", client)
         until(lambda: caplog.messages)
-        assert caplog.messages[0].startswith("base_url=mine is no server of the Tinker protocol (HTTP 404")
+        assert caplog.messages[0].startswith("base_url=mine is not a server of the Tinker protocol (HTTP 404")
         handler_of(server).code = 200
         until(lambda: "answers again" in caplog.messages[-1])
         handler_of(server).code = 404

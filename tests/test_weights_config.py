@@ -219,9 +219,12 @@ def test_weights_whose_run_cannot_be_seen_need_a_base_model(
         ({}, "^policy: no weights are named"),
         (
             {"load_checkpoint_path": "tinker://run/weights/000010"},
-            "^policy: 'tinker://run/weights/000010' is no path of",
+            "^policy: 'tinker://run/weights/000010' is not a path of",
         ),
-        ({"load_checkpoint_path": "/run/sampler_weights/a"}, "^policy: '/run/sampler_weights/a' is no path of sampler"),
+        (
+            {"load_checkpoint_path": "/run/sampler_weights/a"},
+            "^policy: '/run/sampler_weights/a' is not a path of sampler",
+        ),
         ({"base_model": "/no/such/model"}, "^policy: model '/no/such/model': no config.json"),
         ({"base_model": TINY, "backend": "cloud"}, "backend='cloud' is unknown"),
         ({"base_model": TINY, "base_url": "http://there"}, "base_url='http://there' is for servers"),

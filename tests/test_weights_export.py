@@ -124,7 +124,7 @@ def test_an_earlier_export_is_replaced_only_when_asked(
     (tmp_path / "mine" / "thesis.txt").write_text("dear")
     with pytest.raises(SystemExit):
         command(argv[0], f"output={tmp_path / 'mine'}", "overwrite=True")
-    assert "no earlier export" in capsys.readouterr().err and (tmp_path / "mine" / "thesis.txt").exists()
+    assert "not an earlier export" in capsys.readouterr().err and (tmp_path / "mine" / "thesis.txt").exists()
 
 
 @pytest.mark.parametrize(

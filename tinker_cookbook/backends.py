@@ -81,7 +81,9 @@ def check_backend(
         if address is None:
             source, address = "TINKER_BASE_URL", variables.read("TINKER_BASE_URL")
         if address is not None and not address.startswith(("http://", "https://")):
-            raise ConfigurationError(f"{source}={address!r} is no address; give one such as http://gpu-machine:8000")
+            raise ConfigurationError(
+                f"{source}={address!r} is not an address; give one such as http://gpu-machine:8000"
+            )
         if address is None and model_name is not None and Path(model_name).is_dir():
             raise ConfigurationError(
                 f"{field}={model_name!r} is a local directory; the hosted service takes the names it serves, "

@@ -168,7 +168,7 @@ class ChatSession:
             self.console.print(HELP, markup=False, highlight=False)
             return True
         else:
-            raise ConfigurationError(f"/{name} is no command; /help lists them")
+            raise ConfigurationError(f"/{name} is not a command; /help lists them")
         self.console.print(f"({self.describe()})", style="dim", markup=False, highlight=False)
         return True
 

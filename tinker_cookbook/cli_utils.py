@@ -66,7 +66,7 @@ EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
 
 RESUME_HINT = "The files in"
-"""How the lines begin that follow an error and say how to go on."""
+"""How the lines begin that follow an error and say how to continue."""
 _FOLDER_KEYS = ("log_path", "sweep_dir")
 _BEHAVIOR_KEY = "behavior_if_log_dir_exists"
 _RUN_FILES = ("run_metadata.json", "metrics.jsonl", "logs.log", "config.json")
@@ -300,7 +300,7 @@ def _parse(config_cls: type[Any], arguments: list[str], prog: str, doc: str) -> 
 
 
 def what_is_unknown(message: str) -> str | None:
-    """chz's message about a key that there is not, in one line; None for another message."""
+    """chz's message about an unknown key, on one line; None for another message."""
     if (found := re.match(r"Extraneous argument '([^']+)'", message)) is None:
         return None
     key, above = found[1], re.search(r"Param '([^']+)' is closest valid ancestor", message)
@@ -351,7 +351,7 @@ def _once_mended(config_cls: type, is_usage: bool) -> str:
     log_path = last_log_path()
     saved = "" if log_path is None else _saved(log_path)
     if "the last checkpoint" in saved:
-        then = f"{_BEHAVIOR_KEY}=resume goes on from there"
+        then = f"{_BEHAVIOR_KEY}=resume continues from there"
     elif is_usage:
         return ""
     else:

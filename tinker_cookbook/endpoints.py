@@ -85,7 +85,7 @@ class EndpointConfig:
         """Check everything that needs no request. Raises ConfigurationError."""
         if self.base_url is None or not self.base_url.startswith(("http://", "https://")):
             raise ConfigurationError(
-                f"{name}.base_url={self.base_url!r} is no address of an endpoint; give one such as http://127.0.0.1:8000/v1"
+                f"{name}.base_url={self.base_url!r} is not an address of an endpoint; give one such as http://127.0.0.1:8000/v1"
             )
         if not self.model:
             raise ConfigurationError(f"{name}.model is missing; name the model as the endpoint calls it")

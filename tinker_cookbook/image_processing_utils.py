@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.tokenizer_utils import model_source
 from tinker_cookbook.utils.lazy import transformers
-from tinker_cookbook.utils.pictures import first_line, jpeg_bytes, open_image, pillow
+from tinker_cookbook.utils.misc_utils import first_line
+from tinker_cookbook.utils.pictures import jpeg_bytes, open_image, pillow
 from tinker_cookbook.utils.pictures import resize_image as resize_image
 
 if TYPE_CHECKING:

@@ -68,7 +68,7 @@ class Registry(Generic[T]):
         path.
         """
         if not name or ":" in name or "," in name:
-            raise ConfigurationError(f"{self.kind.key}: {name!r} is no name; use letters, digits and underscores")
+            raise ConfigurationError(f"{self.kind.key}: {name!r} is not a name; use letters, digits and underscores")
         if name in self._parts:
             raise ConfigurationError(f"{self.kind.key}: the name {name!r} is taken; choose another")
         self._parts[name] = self.kind.check(part, repr(name))
@@ -195,7 +195,7 @@ def parameter_problem(function: Any, names: tuple[str, ...], keyword: str | None
     `keyword` is an optional keyword argument.
     """
     if not callable(function):
-        return f"is no function but {type(function).__name__}"
+        return f"is not a function, but {type(function).__name__}"
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):

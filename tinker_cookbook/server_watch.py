@@ -215,7 +215,7 @@ class ServerWatch:
             "%s %s (%s): asked %d times in %.0f s. Requests are retried%s; correct the address, start the server, or press "
             "Ctrl-C",
             self.name,
-            "is no server of the Tinker protocol" if answered else "does not answer",
+            "is not a server of the Tinker protocol" if answered else "does not answer",
             problem,
             self._tries,
             now - self._since,

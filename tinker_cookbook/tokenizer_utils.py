@@ -10,6 +10,7 @@ from tinker_cookbook import backends
 from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.model_names import did_you_mean
+from tinker_cookbook.utils.misc_utils import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -131,12 +132,12 @@ def _from_hugging_face(name: str) -> Tokenizer:
         try:
             return load(_UNGATED)
         except (OSError, ValueError) as error:
-            logger.info("%s cannot be loaded (%s); trying that of %s itself", _UNGATED, _first_line(error), name)
+            logger.info("%s cannot be loaded (%s); trying that of %s itself", _UNGATED, first_line(error), name)
     try:
         return load(name)
     except (OSError, ValueError) as error:
         raise ConfigurationError(
-            f"model_name={name!r}: no tokenizer could be loaded ({_first_line(error)}){did_you_mean(name)}; "
+            f"model_name={name!r}: no tokenizer could be loaded ({first_line(error)}){did_you_mean(name)}; "
             f"{_WHAT_A_NAME_MAY_BE}. Without a network, name a local folder or fill the Hugging Face cache first."
         ) from error
 
@@ -144,7 +145,3 @@ def _from_hugging_face(name: str) -> Tokenizer:
 def _is_path(name: str) -> bool:
     """A hub id is `org/name`: anything rooted, dotted, deeper, or present on disk is a path."""
     return name.startswith(("/", ".", "~")) or name.count("/") > 1 or Path(name).is_dir()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -226,12 +226,14 @@ def _check(target: Path, format: str, dtype: str | None, overwrite: bool) -> Non
         raise ConfigurationError(f"output={str(target)!r}: exists; give another folder, or overwrite=True")
     sign = "config.json" if format == "merged" else ADAPTER_CONFIG
     if not target.is_dir() or (any(target.iterdir()) and not (target / sign).is_file()):
-        raise ConfigurationError(f"output={str(target)!r}: is no earlier export (no {sign}), and is not replaced")
+        raise ConfigurationError(f"output={str(target)!r}: is not an earlier export (no {sign}), and is not replaced")
 
 
 def _fetch(url: str, target: Path, model_path: str) -> None:
     if not url.startswith(_SCHEMES):
-        raise WeightsDownloadError(f"{model_path}: its archive is at {url!r}, which is no file or web address")
+        raise WeightsDownloadError(
+            f"{model_path}: its archive is at {url!r}, which is neither a file nor a web address"
+        )
     try:
         with urllib.request.urlopen(url) as source, open(target, "wb") as file:
             shutil.copyfileobj(source, file)
@@ -285,7 +287,7 @@ def _run_config(log_path: str | Path | None) -> dict[str, Any]:
         return {}
     config = TrainingRunStore.in_folder(log_path).read_config()
     if config is None:
-        raise ConfigurationError(f"log_path={str(log_path)!r}: is no run's folder (no {CONFIG_BASE_NAME})")
+        raise ConfigurationError(f"log_path={str(log_path)!r}: is not a run's folder (no {CONFIG_BASE_NAME})")
     return config
 
 

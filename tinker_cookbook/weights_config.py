@@ -167,7 +167,7 @@ class WeightsConfig(RendererKey, ServiceKeys):
             raise ConfigurationError(f"{name}: no weights are named; give a base model, a checkpoint, or both")
         if path is not None and not (path.startswith("tinker://") and "/sampler_weights/" in path):
             raise ConfigurationError(
-                f"{name}: {path!r} is no path of sampler weights; give a checkpoint's sampler_path "
+                f"{name}: {path!r} is not a path of sampler weights; give a checkpoint's sampler_path "
                 "(tinker://<run>/sampler_weights/<name>), which checkpoints.jsonl lists"
             )
 

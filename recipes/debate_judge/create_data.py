@@ -1,4 +1,4 @@
-"""Labelled debates to train a judge on: a frozen policy debates questions whose answers are known, and nobody judges.
+"""Labelled debates to train a judge on: a frozen policy debates questions whose answers are known, without a judge.
 
     python -m recipes.debate_judge.create_data output_path=debates.jsonl
     python -m recipes.debate_judge.create_data model_name=Qwen/Qwen3-4B-Instruct-2507 task=qa dataset=questions.jsonl \\
@@ -36,7 +36,7 @@ class CLIConfig(OutputFile, TaskSource, TurnKeys, PolicyCLIConfig, seed=0):
     DOCS = docs(output_path="file that gets a line for each labelled debate")
 
     debates: int = chz.field(default=2, doc="debates about each question", validator=chz.validators.gt(0))
-    max_items: int | None = chz.field(default=None, doc="use only so many questions; default: all")
+    max_items: int | None = chz.field(default=None, doc="use only this many questions; default: all")
 
 
 async def play(cli: CLIConfig) -> list[SavedDebate]:

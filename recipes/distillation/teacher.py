@@ -4,16 +4,14 @@ The latter is an adapter on the student's base model, trained in the run's folde
 its training, or uses it if it is complete.
 """
 
-from pathlib import Path
-
 import chz
 
 from recipes.common import SL_LEARNING_RATE, CommonConfig, Rates
+from recipes.sl_common import stage_before
 from tinker_cookbook.distillation.teachers import TeacherConfig
 from tinker_cookbook.exceptions import CheckpointError, ConfigurationError
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint, newest_of_run
 from tinker_cookbook.runs.config import RunConfig
-from tinker_cookbook.runs.ml_log import TrackerConfig, tracker_settings
 from tinker_cookbook.supervised import train
 from tinker_cookbook.supervised.types import SupervisedDatasetBuilder
 
@@ -58,22 +56,15 @@ def named_teacher(cli: DistillationConfig) -> TeacherConfig | None:
 
 def teacher_run(cli: DistillationConfig, config: RunConfig, dataset_builder: SupervisedDatasetBuilder) -> train.Config:
     """The supervised run that makes a teacher on `config.model_name`."""
-    return cli.fill(
-        train.Config,
-        log_path=str(Path(config.log_path) / "teacher"),
-        recipe_name=f"{config.recipe_name}.teacher",
-        dataset_builder=dataset_builder,
-        model_name=config.model_name,
+    return stage_before(
+        cli,
+        config,
+        "teacher",
+        dataset_builder,
         renderer_name=config.renderer_name,
         load_checkpoint_path=None,
         learning_rate=TEACHER_RATES.of(cli.model_name),
         num_epochs=cli.teacher_epochs,
-        max_steps=None,
-        eval_every=0,
-        infrequent_eval_every=0,
-        lr_schedule="linear",
-        lr_warmup_steps=0,
-        **tracker_settings(TrackerConfig()),
     )
 
 
@@ -82,5 +73,5 @@ async def make_teacher(config: train.Config) -> TeacherConfig:
     await train.main(config)
     record = get_last_checkpoint(config.log_path, "sampler_path")
     if record is None or not record.final:
-        raise CheckpointError(f"{config.log_path} holds no finished teacher; delete the folder and start over")
+        raise CheckpointError(f"{config.log_path} has no finished teacher; delete the folder and start over")
     return TeacherConfig(base_model=config.model_name, load_checkpoint_path=record.sampler_path)

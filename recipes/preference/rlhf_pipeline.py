@@ -58,7 +58,7 @@ from tinker_cookbook.utils.fields import REQUIRED, FieldGroup, docs
 RECIPE = "rlhf_pipeline"
 SFT, PREFERENCE_MODEL, RL = "sft", "preference_model", "rl"
 SFT_RATES, PREFERENCE_RATES = Rates(1e-2, SL_LEARNING_RATE), Rates(2e-3, SL_LEARNING_RATE)
-"""The shipped data are few, and the tiny model has to learn a new style and a new task from them."""
+"""There is little shipped data, and the tiny model has to learn a new style and a new task from it."""
 
 
 @chz.chz(typecheck=True)

@@ -120,7 +120,7 @@ class LabelKeys(HeldOutKeys, TeacherKeys, ReplyLength, CommonConfig, test_size=1
         default_factory=EndpointConfig,
         doc="an OpenAI-compatible endpoint that is the teacher, instead of the two above",
     )
-    max_lines: int | None = chz.field(default=None, doc="label only so many lines; default: all")
+    max_lines: int | None = chz.field(default=None, doc="label only this many lines; default: all")
 
 
 @chz.chz(typecheck=True)

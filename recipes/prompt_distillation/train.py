@@ -37,7 +37,7 @@ from tinker_cookbook.supervised.types import ExampleKeys
 RECIPE = "prompt_distillation"
 RATES = Rates(TINY_LEARNING_RATE, SL_LEARNING_RATE)
 LABELLING_KEYS = ("input_path", "prompt_path", "target", "teacher_model", "teacher_checkpoint", "max_lines")
-"""Keys that say how lines are labelled, and nothing of how the student trains."""
+"""Keys that only affect how lines are labelled, not how the student trains."""
 
 
 @chz.chz(typecheck=True)

@@ -47,7 +47,7 @@ class CLIConfig(
 
 
 def evaluator_of(data: ClassifierDatasetBuilder, max_tokens: int) -> SamplingClientEvaluator:
-    """Of the test pictures. Raises as the builder does."""
+    """The evaluator of the test pictures. Raises as the builder does."""
     return ClassifierEvaluator(data.read()[1], data.read_renderer(), data.max_image_size, max_tokens)
 
 

@@ -117,7 +117,7 @@ def test_supervised_training_goes_on_without_them_and_counts(tmp_path: Path, mon
 def test_a_run_whose_every_row_is_left_out_has_trained_nothing(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [UNTRAINED, UNTRAINED])
     for _ in range(2):  # nor has it when it is resumed
-        with pytest.raises(UntrainedRunError, match="come to its end and trained nothing: none of its 1 batches"):
+        with pytest.raises(UntrainedRunError, match="is over and trained nothing: none of its 1 batches"):
             asyncio.run(train.main(train.Config(**run_settings(tmp_path, conversations(path, "skip")))))
     assert [row["progress/trained_tokens"] for row in read_jsonl(tmp_path / "log" / "metrics.jsonl")] == [0]
 

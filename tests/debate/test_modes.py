@@ -289,7 +289,7 @@ class TestModes:
             'bold = Mode("bold", "winners", get_mode("judge").reward, get_mode("judge").advantage)\nshy = 3\n'
         )
         assert get_mode(f"{tmp_path / 'my_modes.py'}:bold").name == "bold"
-        with pytest.raises(ConfigurationError, match="is no TrainingMode but int"):
+        with pytest.raises(ConfigurationError, match="is not a TrainingMode, but int"):
             get_mode(f"{tmp_path / 'my_modes.py'}:shy")
 
 

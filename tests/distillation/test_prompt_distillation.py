@@ -65,7 +65,7 @@ class TestReadingAnswers:
         assert read_answer(re.compile(r"(\d+)( apples)?"), "3 apples or 4") == "4"
 
     def test_bad_patterns(self) -> None:
-        with pytest.raises(ConfigurationError, match="no regular expression"):
+        with pytest.raises(ConfigurationError, match="not a regular expression"):
             check_pattern("(")
         with pytest.raises(ConfigurationError, match="has no group"):
             check_pattern("x")
@@ -126,7 +126,7 @@ class TestCreateData:
         [
             ({"input_path": "/no/such.txt"}, "no such file"),
             ({"prompt_path": "/no/such.txt"}, "no such file"),
-            ({"answer_pattern": "("}, "no regular expression"),
+            ({"answer_pattern": "("}, "not a regular expression"),
             ({"max_lines": 100}, "test_size=100 of 100 lines leaves nothing"),
         ],
     )

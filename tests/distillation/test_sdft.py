@@ -132,7 +132,7 @@ def test_reverse_kl_is_a_loss_of_our_own(service: FakeServiceClient, tmp_path: P
 
 def test_without_top_tokens_it_is_a_policy_gradient(service: FakeServiceClient, tmp_path: Path) -> None:
     # To the fakes the teacher finds every token as likely as the student did, so that nothing is learnt.
-    with pytest.raises(UntrainedRunError, match="come to its end and trained nothing"):
+    with pytest.raises(UntrainedRunError, match="is over and trained nothing"):
         run(make_config(tmp_path, max_steps=1, topk=0, loss_fn="importance_sampling", num_substeps=2))
     passes = service.trainers[0].passes
     assert [(step.loss_fn, len(step.data)) for step in passes] == [("importance_sampling", 2)] * 2

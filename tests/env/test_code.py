@@ -268,7 +268,7 @@ class TestRows:
             ({"question": "?"}, "has no 'tests'"),
             ({"tests": []}, "has no 'question'"),
             ({"question": "?", "tests": []}, "at least one"),
-            ({"question": "?", "tests": "{"}, "'tests' is no JSON"),
+            ({"question": "?", "tests": "{"}, "'tests' is not JSON"),
             ({"question": "?", "tests": [{"input": "1"}]}, "with input and output"),
             ({"question": "?", "tests": 3}, "must be a list of tests"),
             ({"question": "?", "tests": {"inputs": ["1"], "outputs": []}}, "of the same length"),

@@ -267,7 +267,7 @@ def takes_two(self, first, second): ...
             "takes reply, which nothing gives; parameters are called prompt, comp",
         ),
         (questions(rubric=Rubric([lambda completion, answers: 1.0])), "either one reply's fields or those of a group"),
-        (questions(rubric=Rubric(["exact"])), "'exact' in funcs is no function"),  # type: ignore[list-item]
+        (questions(rubric=Rubric(["exact"])), "'exact' in funcs is not a function"),  # type: ignore[list-item]
         (questions(needs=("trainer",)), "needs: 'trainer' is none of sampling_client"),
         (of_class(build=lambda self: []), "build takes nothing; its first argument is the sampling client"),
         (of_class(build=takes_two), "build takes second, which nothing gives"),

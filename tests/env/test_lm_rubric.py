@@ -148,7 +148,7 @@ def cli_of(*arguments: str) -> rubric.CLIConfig:
         (["grader.weights.base_model=./nowhere", "grader.weights.backend=local"], "grader.weights"),
         (
             ["grader.endpoint.model=judge", "grader.endpoint.base_url=here"],
-            "grader.endpoint.base_url='here' is no address",
+            "grader.endpoint.base_url='here' is not an address",
         ),
         (
             ["grader.endpoint.model=judge", "grader.endpoint.base_url=http://a/v1"],

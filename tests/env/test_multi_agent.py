@@ -287,7 +287,7 @@ def test_which_checkpoints_are_surely_there() -> None:
         ({"opponent": "nobody"}, "opponent='nobody': Pennies has no such script; use self, start, past, heads"),
         ({"trained_roles": "odder"}, "trained_roles='odder': Pennies has even, odd"),
         ({"opponent": "past"}, r"meets the run's checkpoints; set save_every"),
-        ({"test_opponent": "past"}, "would be another at each evaluation"),
+        ({"test_opponent": "past"}, "would differ at each evaluation"),
         ({"opponent_share": 2.0}, "opponent_share=2.0: must be between 0 and 1"),
         ({"game_args": {"turns": 3}}, "unexpected keyword argument 'turns'"),
     ],

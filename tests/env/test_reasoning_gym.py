@@ -220,7 +220,7 @@ async def _built(env: Environment) -> Any:
         ("leg_countin", {}, "no generator 'leg_countin'; did you mean leg_counting"),
         ("", {}, "name generators, as in env=reasoning_gym:leg_counting"),
         ("leg_counting:0", {}, "a weight is a number above 0"),
-        ("leg_counting:x", {}, "'x' is no weight of leg_counting"),
+        ("leg_counting:x", {}, "'x' is not a weight of leg_counting"),
         ("leg_counting,leg_counting", {}, "leg_counting is named twice"),
         (
             "leg_counting",
@@ -230,7 +230,7 @@ async def _built(env: Environment) -> Any:
         ("leg_counting", {"config/leg_counting/seed": 1}, "seed: is unknown; leg_counting takes min_animals"),
         ("leg_counting", {"config/leg_counting/min_animals": 50}, "max_animals must be >= min_animals"),
         ("leg_counting", {"config/other/x": 1}, r"env\.config\.other: is not asked"),
-        ("leg_counting", {"config": 3}, "is no mapping"),
+        ("leg_counting", {"config": 3}, "is not a mapping"),
         ("leg_counting", {"curriculm": True}, "curriculm: is unknown; reasoning_gym takes"),
         ("leg_counting", {"size": "many"}, "size='many': is str"),
         ("leg_counting", {"window": 3}, r"env\.window=3: is of the curriculum; add env\.curriculum=True"),
@@ -261,7 +261,7 @@ def test_generators_without_levels_have_no_curriculum() -> None:
 def test_questions_that_change_with_the_process_need_a_hash_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     with pytest.raises(
-        ConfigurationError, match="ransom_note asks other questions in every process; set PYTHONHASHSEED=0"
+        ConfigurationError, match="ransom_note asks different questions in every process; set PYTHONHASHSEED=0"
     ):
         gym("ransom_note")
     monkeypatch.setenv("PYTHONHASHSEED", "0")

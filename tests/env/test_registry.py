@@ -86,7 +86,7 @@ def test_a_builder_of_ones_own_is_filled_by_the_names_of_its_fields() -> None:
     ("env", "env_args", "message"),
     [
         (OwnBuilder, {}, "^OwnBuilder needs env_args.words"),
-        (OwnBuilder, {"words": 2, "seed": 3}, "env_args.seed: is no argument but a setting: give it as seed"),
+        (OwnBuilder, {"words": 2, "seed": 3}, "env_args.seed: is a setting and not an argument: give it as seed"),
         (OwnBuilder, {"words": 2, "x": 3}, "env_args.x: is unknown; OwnBuilder takes env_args.words, env_args.share"),
         (OwnBuilder, {"words": "two"}, "env_args.words='two': is str, but OwnBuilder takes words: int"),
         (OwnBuilder, {"words": 2, "share": -1}, "OwnBuilder: Expected env_args.share to be greater than 0"),
@@ -112,7 +112,7 @@ def test_a_builder_of_ones_own_is_filled_by_the_names_of_its_fields() -> None:
             r"Two.step takes \(self, a, b\), and will be called with",
         ),
         (type("Half", (MessageEnv,), {}), {}, "Half lacks initial_observation, step"),
-        (3, {}, "is no class or function but int"),
+        (3, {}, "is neither a class nor a function, but int"),
     ],
 )
 def test_a_wrong_one_is_named(env: Any, env_args: dict[str, Any], message: str) -> None:

@@ -202,7 +202,9 @@ def test_rows_may_be_scored_by_step_and_an_observation_by_a_rubric() -> None:
     assert replies_of(asked).get_total_rewards() == [11.0, 14.0]
 
     goes_on = type("On", (), {"dataset": ROWS, "step": lambda self, text: {"reward": 1, "next_observation": "More."}})
-    with pytest.raises(DataValidationError, match="step goes on after a reply to a row of dataset, which is one turn"):
+    with pytest.raises(
+        DataValidationError, match="step continues after a reply to a row of dataset, which is a single turn"
+    ):
         replies_of(goes_on())
 
 

@@ -164,5 +164,5 @@ def test_label_accuracy_asks_both_orders_and_leaves_ties_out() -> None:
     always_a = Answers({"A": 0.8, "B": 0.1, "Tie": 0.1})
     metrics = asyncio.run(LabelAccuracyEvaluator(labeled, RENDERER)(always_a))  # pyright: ignore[reportArgumentType]
     assert metrics["test/accuracy"] == 0.5 and metrics["test/position_bias"] == pytest.approx(-0.7)
-    with pytest.raises(ConfigurationError, match="none that is no tie"):
+    with pytest.raises(ConfigurationError, match="comparisons: all are ties"):
         LabelAccuracyEvaluator(labeled[1:], RENDERER)

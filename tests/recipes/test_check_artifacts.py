@@ -138,7 +138,7 @@ def test_a_folder_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str
     for path in (tmp_path / "no", tmp_path):
         with pytest.raises(SystemExit) as raised:
             run_recipe(CLIConfig, check_artifacts.main, argv=[f"log_path={path}"])
-        assert raised.value.code == 2 and "no folder of a run" in capsys.readouterr().err
+        assert raised.value.code == 2 and "not the folder of a run" in capsys.readouterr().err
 
 
 def test_an_environment_of_ones_own_may_write_no_records_of_groups(

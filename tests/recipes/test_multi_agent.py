@@ -31,7 +31,7 @@ def test_keys_reach_the_games() -> None:
     ("arguments", "message"),
     [
         (["game=chess"], "game='chess' is unknown; use kuhn_poker, proposer_solver, shared_sum"),
-        (["game=recipes.multi_agent:main"], "is no class"),
+        (["game=recipes.multi_agent:main"], "is not a class"),
         (["opponent=past", "save_every=0"], "set save_every"),
         (["opponent=past", "async_periodic_saves=True"], "async_periodic_saves may delay"),
         (

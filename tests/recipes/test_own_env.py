@@ -74,7 +74,7 @@ def test_a_command_of_the_page(command: str, folder: Path) -> None:
             "env=my_envs.py:reward",
             "error: env=my_envs.py:reward: reward(question, reply, answer): missing a required argument",
         ),
-        ("env=my_envs.py:ROWS", "is no class or function but list"),
+        ("env=my_envs.py:ROWS", "is neither a class nor a function, but list"),
         ("env=my_envs.py:Gess", "my_envs.py has no Gess"),
         (
             "env=gess",

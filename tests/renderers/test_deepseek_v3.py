@@ -282,7 +282,7 @@ def test_replies(mode: str, reply: str, content: object, clean: bool) -> None:
     ("written", "raw", "error"),
     [
         (f"{BEGIN}{CALL}add{SEP}{{{CALL_END}{END}", f"{CALL}add{SEP}{{{CALL_END}", "not valid JSON"),
-        (f"{BEGIN}{CALL}add{SEP}[]{CALL_END}{END}", f"{CALL}add{SEP}[]{CALL_END}", "no JSON object"),
+        (f"{BEGIN}{CALL}add{SEP}[]{CALL_END}{END}", f"{CALL}add{SEP}[]{CALL_END}", "not a JSON object"),
         (f"{BEGIN}{CALL}add{CALL_END}{END}", f"{CALL}add{CALL_END}", "between name and arguments"),
         (f"{BEGIN}{CALL}{SEP}{{}}{CALL_END}{END}", f"{CALL}{SEP}{{}}{CALL_END}", "is empty"),
         (f"{BEGIN}{CALL} add{SEP}{{}}{CALL_END}{END}", f"{CALL} add{SEP}{{}}{CALL_END}", "spaces around"),

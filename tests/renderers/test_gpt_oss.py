@@ -325,7 +325,7 @@ def test_a_call_may_name_its_recipient_in_two_places(header: str) -> None:
     ("reply", "error", "clean"),
     [
         (" to=functions.add<|channel|>commentary json<|message|>{<|call|>", "not valid JSON", True),
-        (" to=functions.add<|channel|>commentary json<|message|>[1]<|call|>", "no JSON object", True),
+        (" to=functions.add<|channel|>commentary json<|message|>[1]<|call|>", "not a JSON object", True),
         (f" to=functions.add<|channel|>commentary json<|message|>{'[' * 100_000}<|call|>", "not valid JSON", True),
         (f' to=functions.add<|channel|>final<|message|>{{"a": {"1" * 5000}}}<|call|>', "not valid JSON", True),
         ("<|channel|>commentary to=browser.open<|message|>{}<|call|>", "recipient is 'browser.open'", True),
@@ -402,7 +402,7 @@ def test_a_result_names_its_tool_itself_or_by_the_call_before_it() -> None:
             "use_system_prompt=True and reasoning_effort=None do not agree",
         ),
         (lambda: GptOssRenderer(harmony_tokenizer(), False, "low"), "do not agree"),
-        (lambda: GptOssRenderer(harmony_tokenizer(), current_date="today"), "current_date='today' is no date"),
+        (lambda: GptOssRenderer(harmony_tokenizer(), current_date="today"), "current_date='today' is not a date"),
         (lambda: GptOssRenderer(harmony_tokenizer(), current_date="20250805"), "write it as YYYY-MM-DD"),
     ],
 )

@@ -72,7 +72,7 @@ def test_a_call_without_an_id_gets_the_one_of_its_place() -> None:
             "<|tool_call_begin|>add<|tool_call_argument_begin|>{}<|tool_call_end|>",
             "not of the form functions.NAME:NUMBER",
         ),
-        ("<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>[]<|tool_call_end|>", "no JSON object"),
+        ("<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>[]<|tool_call_end|>", "not a JSON object"),
         ("<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{}", "<|tool_call_end|> is missing"),
         ("word", "expected <|tool_call_begin|>"),
     ],

@@ -118,7 +118,7 @@ def test_only_the_page_itself_may_ask(server: Server) -> None:
     assert ask(server, ASKED, {"Host": "evil.example"})[0] == 404
     assert ask(server, ASKED, {"Content-Type": "text/plain"}) == (400, "Content-Type: must be application/json")
     assert ask(server, "{", {"Origin": f"http://127.0.0.1:{server.server_port}"})[1].startswith(
-        "the request is no JSON"
+        "the request is not JSON"
     )
     assert ask(server, ASKED, {"Content-Length": "9999999"})[0] == 400
     assert ask(server, ASKED, run="7")[0] == ask(server, ASKED, run="x")[0] == 404

@@ -101,7 +101,7 @@ def make_config(log_path: Path, dataset: RLDatasetBuilder | None = None, **chang
 
 def trains_nothing() -> AbstractContextManager[Any]:
     """For a run without any advantage in fewer batches than end it."""
-    return pytest.raises(UntrainedRunError, match="come to its end and trained nothing")
+    return pytest.raises(UntrainedRunError, match="is over and trained nothing")
 
 
 def rows(log_path: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:

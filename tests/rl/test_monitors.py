@@ -248,7 +248,7 @@ class TestKeys:
             (["monitors=special_case"], "special_cases"),
             (["monitors=special_cases,special_cases"], "special_cases is given twice"),
             (["monitors=judge"], "monitor_judge: no grader is named; give monitor_judge.endpoint.base_url"),
-            (["monitor_judge.max_tokens=7"], "monitor_judge is set, but nobody asks it; add judge to monitors"),
+            (["monitor_judge.max_tokens=7"], "monitor_judge is set, but no monitor uses it; add judge to monitors"),
         ],
     )
     def test_mistakes_are_found_before_a_model_loads(self, keys: list[str], message: str) -> None:

@@ -112,7 +112,7 @@ class TestTurn:
                 return StepResult(0.0, False, None, [7])
 
         with pytest.raises(
-            DataValidationError, match=r"NoNext\.step: next_observation is None, but the rollout goes on"
+            DataValidationError, match=r"NoNext\.step: next_observation is None, but the rollout continues"
         ):
             run(run_rollout(Talker(said([4])), NoNext()))
 

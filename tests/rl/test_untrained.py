@@ -93,7 +93,7 @@ def test_a_run_that_skips_them_all_ends_with_a_warning(service: FakeServiceClien
     run(train.Config(**{field: getattr(base, field) for field in fields}))
     assert json.loads((tmp_path / "run_metadata.json").read_text())["recipe"] == "script"  # the default
     assert skipped(tmp_path)[:5] == [1] * 5 and rows(tmp_path, "checkpoints.jsonl")[-1]["final"]
-    assert "come to its end and trained nothing" in (tmp_path / "logs.log").read_text()
+    assert "is over and trained nothing" in (tmp_path / "logs.log").read_text()
     assert service.trainers[0].adam == []
 
 

@@ -66,7 +66,7 @@ def test_the_run_stops_names_the_datum_and_keeps_the_steps_before(
     with pytest.raises(SystemExit):
         run(recipe, arguments, tmp_path / "log")
     said = capsys.readouterr().err
-    assert "data[1] is not finite" in said and "on_nonfinite=skip goes on without such a step" in said
+    assert "data[1] is not finite" in said and "on_nonfinite=skip continues without such a step" in said
     assert [record["batch"] for record in read_jsonl(tmp_path / "log" / "checkpoints.jsonl")] == [1]
 
 

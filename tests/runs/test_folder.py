@@ -108,7 +108,7 @@ class TestWithoutKernelLocks:
 
     def test_that_of_another_machine_is_not(self, tmp_path: Path) -> None:
         self.write(tmp_path, host="elsewhere", pid=1)
-        told = r"process 1 on elsewhere .*if it is no more, remove"
+        told = r"process 1 on elsewhere .*if it no longer exists, remove"
         with pytest.raises(ConfigurationError, match=told), one_writer(tmp_path, "log_path"):
             pass
 

@@ -95,7 +95,7 @@ def test_a_request_chooses_thinking(tmp_path: Path) -> None:
     [
         (
             {"chat_template_kwargs": {"tokenize": False}},
-            "chat_template_kwargs.tokenize is no option of this model's renderer",
+            "chat_template_kwargs.tokenize is not an option of this model's renderer",
         ),
         ({"messages": [{**USER, "reasoning": "hm"}]}, r"messages\[0\]: only an assistant reasons"),
         (

@@ -338,7 +338,7 @@ def test_tokens_in_and_out(web: httpx.Client) -> None:
         (
             {"messages": QUESTION, "chat_template_kwargs": {"tokenize": True}},
             400,
-            "is no option of this model's renderer",
+            "is not an option of this model's renderer",
         ),
         ({"messages": QUESTION, "top_logprobs": 2}, 400, "needs logprobs=true"),
         ({"messages": QUESTION, "model": "gpt-4"}, 404, "is not served here"),

@@ -117,7 +117,7 @@ def test_a_request_chooses_a_variant(
         ("glm5_3_max_reasoning", None, {"preserve_thinking": False}, "no variant for preserve_thinking=false"),
         ("qwen3", "huge", {}, "reasoning_effort='huge' is unknown; choose none, minimal"),
         ("qwen3", None, {"enable_thinking": "no"}, "enable_thinking='no' must be true or false"),
-        ("qwen3", None, {"add_date": True}, "chat_template_kwargs.add_date is no option of this model's renderer"),
+        ("qwen3", None, {"add_date": True}, "chat_template_kwargs.add_date is not an option of this model's renderer"),
         ("qwen3_8_low_reasoning", "none", {"enable_thinking": True}, "ask for different things"),
         ("deepseekv4_1", "low", {"reasoning_effort": "max"}, "ask for different things"),
         ("path/mine.py:Mine", None, {"enable_thinking": True}, "'path/mine.py:Mine' has no variant .* no variants"),

@@ -120,7 +120,7 @@ class TestRank:
             rank(folder)
 
     def test_a_metric_that_is_no_number(self, folder: Path) -> None:
-        with pytest.raises(ConfigurationError, match="'who': is no number"):
+        with pytest.raises(ConfigurationError, match="'who': is not a number"):
             rank(folder, "who", "max")
 
     def test_the_usual_metric_is_found(self, tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ class TestLoadRecipe:
         [
             ("recipes.rl_basik", r"no such module; did you mean recipes\.rl_basic\?"),
             ("nowhere.at_all", "no such module"),
-            ("tinker_cookbook.sweeps.points", "is no recipe"),
+            ("tinker_cookbook.sweeps.points", "is not a recipe"),
         ],
     )
     def test_what_is_none_is_named(self, name: str, message: str) -> None:

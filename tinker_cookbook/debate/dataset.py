@@ -199,6 +199,6 @@ def _not_whole(group_size: int, speakers: int) -> str:
     if speakers == 2:
         return f"group_size={group_size} is odd, but a debate takes two rollouts; make num_rollouts / num_groups even"
     return (
-        f"group_size={group_size} is no multiple of {speakers}, but a debate takes {speakers} rollouts; make "
+        f"group_size={group_size} is not a multiple of {speakers}, but a debate takes {speakers} rollouts; make "
         f"num_rollouts / num_groups a multiple of {speakers}"
     )

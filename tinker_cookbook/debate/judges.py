@@ -293,7 +293,7 @@ def _scripted(name: str, config: JudgeConfig) -> Judge:
 
 def _problem(part: Any) -> str | None:
     if isinstance(part, type):
-        return None if issubclass(part, Judge) else f"is a class that is no Judge: {part.__name__}"
+        return None if issubclass(part, Judge) else f"is a class, but not a Judge: {part.__name__}"
     return None if isinstance(part, Judge) else parameter_problem(part, ("view",))
 
 

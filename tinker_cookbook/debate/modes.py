@@ -154,7 +154,7 @@ brief = Mode(  # from tinker_cookbook.debate.modes
 )
 """,
         problem=lambda part: (
-            None if isinstance(part, TrainingMode) else f"is no TrainingMode but {type(part).__name__}"
+            None if isinstance(part, TrainingMode) else f"is not a TrainingMode, but {type(part).__name__}"
         ),
     ),
     {mode.name: mode for mode in _LIBRARY},

@@ -80,5 +80,5 @@ SIGNALS: dict[str, Signal] = {
 def get_signal(name: str) -> Signal:
     """Raises ConfigurationError for an unknown name."""
     if name not in SIGNALS:
-        raise ConfigurationError(f"protocol={name} is no signal of oversight; use {', '.join(SIGNALS)}")
+        raise ConfigurationError(f"protocol={name} is not a signal of oversight; use {', '.join(SIGNALS)}")
     return SIGNALS[name]

@@ -55,7 +55,7 @@ def check_pattern(pattern: str) -> re.Pattern[str]:
     try:
         compiled = re.compile(pattern)
     except re.error as error:
-        raise ConfigurationError(f"answer_pattern={pattern!r} is no regular expression: {error}") from error
+        raise ConfigurationError(f"answer_pattern={pattern!r} is not a regular expression: {error}") from error
     if compiled.groups < 1:
         raise ConfigurationError(f"answer_pattern={pattern!r} has no group; put the answer in parentheses")
     return compiled

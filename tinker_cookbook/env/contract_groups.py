@@ -123,7 +123,7 @@ class StepsEpisode:
         self._takes_info = "info" in inspect.signature(env.step).parameters
 
     async def opening(self) -> Any:
-        """The first messages. Raises ConfigurationError if the members of the group do not begin alike."""
+        """The first messages. Raises ConfigurationError if the members of the group begin with different messages."""
         shown = await resolved(self._env.initial_observation())
         if not is_prompt(shown):
             raise ConfigurationError(

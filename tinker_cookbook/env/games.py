@@ -34,7 +34,7 @@ from tinker_cookbook.exceptions import DataValidationError
 from tinker_cookbook.rl.types import Metrics
 
 FORFEIT_REWARD = -1.0
-"""What a forfeit costs, where the game does not say (`forfeit_reward`)."""
+"""Cost of a forfeit, unless the game sets `forfeit_reward`."""
 
 
 class IllegalMove(Exception):

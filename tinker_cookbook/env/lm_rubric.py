@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 HIGHEST = 10
 OWN_METRICS = ("unreadable", "order_disagreement")
-"""What is reported beside the criteria."""
+"""Metrics in addition to those of the criteria."""
 REMEMBERED = 10_000
 """Verdicts that a grader keeps, the newest ones."""
 

@@ -26,7 +26,7 @@ def as_questions(loaded: Any, owner: str) -> Any:
         return SimpleNamespace(dataset=loaded.dataset, rubric=Rubric([StepReward(loaded, owner)]), **parts)
     if inspect.iscoroutinefunction(loaded.initial_observation):
         raise ConfigurationError(
-            f"{owner}: beside a rubric initial_observation must be a plain `def`, or give a dataset"
+            f"{owner}: with a rubric, initial_observation must be a plain `def`; or give a dataset"
         )
     return SimpleNamespace(dataset=[{"prompt": loaded.initial_observation()}], rubric=loaded.rubric, **parts)
 
@@ -47,7 +47,7 @@ class StepReward:
         result = read_step(returned, f"{self._owner}: step")
         if not result.done:
             raise DataValidationError(
-                f"{self._owner}: step goes on after a reply to a row of dataset, which is one turn; give initial_observation "
-                "instead of dataset for episodes of several"
+                f"{self._owner}: step continues after a reply to a row of dataset, which is a single turn; give "
+                "initial_observation instead of dataset for episodes of several"
             )
         return result.reward, dict(result.metrics)

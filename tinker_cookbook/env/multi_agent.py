@@ -51,7 +51,7 @@ from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.seeds import derive_seed
 
 NO_TURN = "no_turn"
-"""Why a rollout ended whose role never came to move."""
+"""Stop reason of a rollout whose role never got a move."""
 
 
 class RoleEnv(MessageEnv):
@@ -249,7 +249,7 @@ class MultiAgent(Environment):
         kinds = {self.opponents.kind(self.game), kind_of(self.test_opponent, self.game)}
         if self.test_opponent == PAST:
             raise ConfigurationError(
-                "test_opponent=past would be another at each evaluation; use start, a script or weights"
+                "test_opponent=past would differ at each evaluation; use start, a script or weights"
             )
         if PAST in kinds and self.opponents.past_every < 1:
             raise ConfigurationError("opponent=past meets the run's checkpoints; set save_every (past_every) above 0")

@@ -115,15 +115,15 @@ async def _open(opponent: str, step: int, clients: RunClients) -> SamplingClient
     if opponent == START or (opponent == PAST and step == 0):
         if clients.starting_policy is None:
             raise ConfigurationError(
-                f"opponent={opponent!r} needs the policy that a training run started from, and this is no training run"
+                f"opponent={opponent!r} needs the policy that a training run started from, and this is not a training run"
             )
         return clients.starting_policy
     path = _checkpoint_of(step, clients) if opponent == PAST else opponent
     service = clients.service_client
     if service is None:
         raise ConfigurationError(
-            f"opponent={opponent!r} needs the service_client of a training run, and this is none, or plays in another process: "
-            "leave the rollout executor out"
+            f"opponent={opponent!r} needs the service_client of a training run, and this is not one, or plays in another "
+            "process: leave the rollout executor out"
         )
 
     def load() -> Awaitable[SamplingClient]:

@@ -129,7 +129,7 @@ def _loader_of(loaded: Any, name: str) -> Callable[..., Any]:
         what = (
             f"{loaded.__name__} has no function {LOADER}"
             if isinstance(loaded, ModuleType)
-            else f"{loaded!r} is no function"
+            else f"{loaded!r} is not a function"
         )
         raise ConfigurationError(f"env={name}: {what}; define `def {LOADER}(**args)`, which returns the environment")
     return loader

@@ -36,7 +36,9 @@ def _problem(part: Any) -> str | None:
     if not is_class(part):
         if callable(part) or form_of(part) is not None:
             return None
-        return missing_parts(part) if is_partial(part) else f"is no class or function but {type(part).__name__}"
+        return (
+            missing_parts(part) if is_partial(part) else f"is neither a class nor a function, but {type(part).__name__}"
+        )
     if issubclass(part, Env | EnvGroupBuilder | RLDataset):
         return f"is a class over token ids or groups ({part.__name__}); give the RLDatasetBuilder that makes them"
     if issubclass(part, RLDatasetBuilder):
@@ -189,7 +191,7 @@ class _OwnBuilder(Environment):
         takes = ", ".join(f"env_args.{key}" for key in builder_keys) or "no arguments"
         for key in self.env_args:
             if key not in builder_keys:
-                why = f"is no argument but a setting: give it as {key}" if key in shared else "is unknown"
+                why = f"is a setting and not an argument: give it as {key}" if key in shared else "is unknown"
                 raise ConfigurationError(f"env_args.{key}: {why}; {name} takes {takes}")
         required = [key for key in builder_keys if isinstance(default_of(fields[key]), MISSING_TYPE)]
         if lacking := [f"env_args.{key}" for key in required if key not in self.env_args]:

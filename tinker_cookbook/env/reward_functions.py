@@ -146,14 +146,14 @@ def _check_package(name: str) -> None:
 
 OwnRewardFn = Callable[..., Any]
 """(question, reply, answer) -> reward or (reward, metrics), or an awaitable of either. `reply` is all of the reply's text,
-tags included; `answer` is the reference. One with a parameter `solution` gets besides what the task reads as the reply's answer
-(as a rule what stands between the tags), None where there is none."""
+tags included; `answer` is the reference. A function with a parameter `solution` also gets the
+answer that the task reads from the reply (usually the text between the tags), or None."""
 _NAMES, _SOLUTION = ("question", "reply", "answer"), "solution"
 
 REWARD_KIND = Kind(
     key="reward_fn",
     wanted="def score(question: str, reply: str, answer: str) -> float, sync or async; it may also return (reward, metrics), and "
-    "take solution: str | None besides, what stands between the tags of the reply",
+    "also take solution: str | None, the text between the tags of the reply",
     example='''
 def score(question: str, reply: str, answer: str) -> float:
     """1 when the reply names the answer, less 0.001 for each character."""

@@ -22,7 +22,7 @@ from tinker_cookbook.utils.reward_threads import call_reward
 
 T = TypeVar("T")
 Value = tuple[float, dict[str, float]]
-"""What a function says, and the metrics: its own value under its name, what it returned besides as `<name>/<key>`."""
+"""The value of a function, and its metrics: the value under its name, others that it returned as `<name>/<key>`."""
 
 
 @dataclass(frozen=True)

@@ -162,7 +162,7 @@ def _text(messages: Sequence[Message]) -> str:
 def _scorer(function: Any, weight: Any, owner: str, objects: Sequence[str]) -> _Scorer:
     name = getattr(function, "__name__", type(function).__name__)
     if not callable(function):
-        raise ConfigurationError(f"{owner}.rubric: {function!r} in funcs is no function")
+        raise ConfigurationError(f"{owner}.rubric: {function!r} in funcs is not a function")
     if not isinstance(weight, int | float) or not math.isfinite(weight):
         raise ConfigurationError(f"{owner}.rubric: the weight of {name} must be a finite number, got {weight!r}")
     parameters = _signature(function).parameters.values()

@@ -165,7 +165,8 @@ class AcceptanceKeys:
 
     accept_min_reward: float | None = chz.field(
         default=None,
-        doc="train only on replies with at least this reward; all alike (baseline=constant), unless advantage or preset is given",
+        doc="train only on replies with at least this reward, all with the same advantage (baseline=constant), unless "
+        "advantage or preset is given",
     )
     accept_require_parse: bool = chz.field(default=False, doc="train only on replies whose answer could be read")
 

@@ -64,8 +64,8 @@ class StepTask(Task):
     def estimates(self, item: TaskItem, steps: Sequence[Step], speech: str) -> list[float] | None:
         """For each step of an answer the probability, from 0 to 1, that a speech gives it of being right; None: it gives none.
 
-        Read are the names of steps with a percentage each (`c 20%`); steps without one have 1. Where a speech has no percentage
-        and points at a step, that one has 0: it is doubted altogether.
+        Reads the names of steps with a percentage each (`c 20%`); steps without one have 1. Where a speech has no percentage
+        and points at a step, that one has 0.
         """
         given: dict[str, float] = {}
         for step in steps:

@@ -22,7 +22,7 @@ TaskBuilder: TypeAlias = Callable[[RewardSpec | None], Task]
 
 def _problem(part: Any) -> str | None:
     if isinstance(part, type) and not issubclass(part, Task):
-        return f"is a class that is no Task: {part.__name__}"
+        return f"is a class, but not a Task: {part.__name__}"
     if inspect.isabstract(part):
         return f"{part.__name__} lacks {', '.join(sorted(part.__abstractmethods__))}"
     return parameter_problem(part, ("reward",))

@@ -97,7 +97,9 @@ class LabelAccuracyEvaluator(SamplingClientEvaluator):
     def __init__(self, comparisons: Sequence[LabeledComparison], renderer: Renderer, name: str = "test"):
         self._decided = [one for one in comparisons if one.label != "Tie"]
         if not self._decided:
-            raise ConfigurationError("comparisons has none that is no tie: there is nothing to be right about")
+            raise ConfigurationError(
+                "comparisons: all are ties, or there are none, so there is nothing to be right about"
+            )
         self._renderer, self._name = renderer, name
 
     async def __call__(self, sampling_client: SamplingClient) -> dict[str, float]:

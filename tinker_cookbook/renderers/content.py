@@ -186,7 +186,7 @@ def check_arguments(arguments: str) -> None:
     except ValueError as error:
         raise ValueError(f"the arguments are {error}") from error
     if not is_object:
-        raise ValueError("the arguments are no JSON object")
+        raise ValueError("the arguments are not a JSON object")
 
 
 def check_encodable(text: str) -> None:
@@ -194,7 +194,7 @@ def check_encodable(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError("an escape in it stands for half a character, which is no valid text") from None
+        raise ValueError("an escape in it stands for half a character, which is not valid text") from None
 
 
 def classify_parse_failure(message: Message, termination: ParseTermination) -> tuple[ParseFailureKind, str] | None:

@@ -129,7 +129,7 @@ class GptOssRenderer(FormatRenderer):
         except ValueError:
             canonical = False
         if not canonical:
-            raise ConfigurationError(f"current_date={current_date!r} is no date; write it as YYYY-MM-DD")
+            raise ConfigurationError(f"current_date={current_date!r} is not a date; write it as YYYY-MM-DD")
         self.reasoning_effort = reasoning_effort
         self.current_date = current_date
         self._names = {token_id: token for token, token_id in self.ids.items()}

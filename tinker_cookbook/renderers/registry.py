@@ -129,7 +129,7 @@ def _problem(part: Any) -> str | None:
     if not isinstance(part, type):
         return parameter_problem(part, ("tokenizer", "image_processor"))
     if not issubclass(part, Renderer):
-        return f"is a class that is no Renderer: {part.__name__}"
+        return f"is a class, but not a Renderer: {part.__name__}"
     if inspect.isabstract(part):
         return f"{part.__name__} lacks {', '.join(sorted(part.__abstractmethods__))}"
     return parameter_problem(part, ("tokenizer",))

@@ -60,7 +60,7 @@ def call_texts(message: Message, ctx: RenderContext, json_scalars: bool) -> list
     """The tool calls of a message as they are written, each with its tags.
 
     json_scalars: whether true, false and null are written as in JSON, or as in Python.
-    Raises RendererError when the arguments of a call are no JSON object.
+    Raises RendererError when the arguments of a call are not a JSON object.
     """
     texts = [_call_text(call, ctx, json_scalars) for call in message.get("tool_calls", [])]
     return texts + [call.raw_text for call in message.get("unparsed_tool_calls", [])]

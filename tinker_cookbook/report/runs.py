@@ -64,6 +64,14 @@ class RunData:
         return [info.iteration for info in self.store.list_iterations() if info.has_train_rollouts]
 
 
+def listed_folders(log_path: str) -> list[str]:
+    """The folders of the key `log_path`, which commas separate. Raises ConfigurationError when there is none."""
+    paths = [path for path in log_path.split(",") if path]
+    if not paths:
+        raise ConfigurationError("log_path: give at least one folder")
+    return paths
+
+
 def open_runs(paths: Sequence[str]) -> list[RunData]:
     """The runs in some folders; each folder is a run or contains several (a sweep), to the registry's depth.
 
@@ -78,7 +86,7 @@ def open_runs(paths: Sequence[str]) -> list[RunData]:
         root = Path(given).expanduser().resolve()
         if not root.is_dir():
             raise ConfigurationError(
-                f"log_path: {given!r} is no folder; give the folder of a run, or one with runs in it"
+                f"log_path: {given!r} is not a folder; give the folder of a run, or one with runs in it"
             )
         registry = RunRegistry([LocalStorage(root)])
         infos = registry.refresh()

@@ -215,7 +215,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             return json.loads(self.rfile.read(int(length)))
         except ValueError as error:
-            raise ConfigurationError(f"the request is no JSON ({error})") from error
+            raise ConfigurationError(f"the request is not JSON ({error})") from error
 
     def _json(self, value: Any) -> None:
         self._answer(HTTPStatus.OK, json.dumps(value, allow_nan=False).encode(), "application/json")

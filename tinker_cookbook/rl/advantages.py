@@ -24,7 +24,7 @@ Baseline: TypeAlias = Literal[
 ]
 SURVIVORS_HINT = (
     " Rejection leaves members of equal reward (accept_min_reward with rewards of 0 and 1, say): advantage.baseline=constant "
-    "trains each of them alike."
+    "gives each of them the same advantage."
 )
 Scale: TypeAlias = Literal["sum", "sequence", "token", "turn"]
 Credit: TypeAlias = Literal["episode", "turn"]
@@ -177,7 +177,7 @@ def _gdpo_advantages(
     """GDPO (arXiv 2601.05242): S = sum over rewards k of weight_k * z_k, A = S / std of S over the batch.
 
     z_k is the z-score of reward k within the group, among the members that train, so that rewards of different spread weigh the
-    same and combinations that have one sum stay apart. S has mean 0 in each group, hence in the batch: nothing is subtracted.
+    same and combinations with the same sum stay distinct. S has mean 0 in each group, hence in the batch: nothing is subtracted.
     """
     if not weights:
         raise ConfigurationError(
@@ -303,7 +303,7 @@ def is_constant(group: TrajectoryGroup) -> bool:
 
 def lacks_signal(group: TrajectoryGroup, config: AdvantageConfig) -> bool:
     """Whether a group cannot train: `is_constant`, or for gdpo, whether each of its rewards is the same for all members that
-    train. Groups with credit=turn are never said to lack one: equal totals may be sums of different turns.
+    train. Groups with credit=turn never count as lacking it: equal totals may be sums of different turns.
     """
     if config.credit == "turn":
         return False

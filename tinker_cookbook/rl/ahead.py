@@ -54,7 +54,7 @@ class _Open:
     sampled: WrappedTrajectoryGroup | None = None
     task: asyncio.Task[None] | None = None
     replaced: list[WrappedTrajectoryGroup] = field(default_factory=list[WrappedTrajectoryGroup])
-    """groups without signal that it has been sampled in place of, while it is being sampled"""
+    """while it is being sampled: the groups without signal that it replaces"""
 
 
 class PendingGroups:
@@ -74,7 +74,7 @@ class PendingGroups:
         self._finished: list[GroupKey] = []
         """in the order in which they finished"""
         self._kept: dict[GroupKey, Kept] = {}
-        """those of the checkpoint that the run goes on from"""
+        """those of the checkpoint that the run resumes from"""
         self._sizes: dict[int, int] = {}
         self._taken: tuple[int, list[GroupKey]] = (-1, [])
         """the step that took groups last, and which"""
@@ -103,7 +103,7 @@ class PendingGroups:
     async def take(self, step: int) -> tuple[list[WrappedTrajectoryGroup], int]:
         """Wait for the groups of a step; also return how many were dropped for their age. No groups: the data ran out.
 
-        Groups that others, or dropped ones, were sampled in place of are among them.
+        Groups that were replaced by others, also by dropped ones, are among them.
         """
         self._paused = False
         self._forget_trained()
@@ -261,7 +261,7 @@ class PendingGroups:
     async def keep(self, name: str) -> None:
         """Add to the loop's state what the checkpoint of this name stores of the open groups.
 
-        A thread writes them: millions of tokens take seconds, and sampling goes on meanwhile.
+        A thread writes them: millions of tokens take seconds, and sampling continues meanwhile.
         """
         about, kept = self._to_keep()
         if kept:
@@ -349,6 +349,6 @@ def check_order(record: CheckpointRecord | None, config: AsyncConfig | None) -> 
     if record is not None and _LEFT in record.get(AHEAD_KEY, {}) and (config is None or config.deterministic):
         raise ConfigurationError(
             f"checkpoint {record.name} is of a run with async_config.deterministic=False, whose steps have taken groups of "
-            "several batches: go on with async_config.deterministic=False (any max_steps_off_policy), or start over in another "
-            "log_path"
+            "several batches: continue with async_config.deterministic=False (any max_steps_off_policy), or start over in "
+            "another log_path"
         )

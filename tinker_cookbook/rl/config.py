@@ -84,8 +84,8 @@ class AsyncConfig(OverlapConfig):
 
     inflight: bool = chz.field(
         default=False,
-        doc="deterministic=False: replies that are being sampled go on with new weights as soon as there are some; each token "
-        "says which weights drew it (weight_versions). A run then does not repeat itself, nor resume, bit for bit",
+        doc="deterministic=False: replies in progress continue with new weights as soon as there are any; each token records "
+        "which weights drew it (weight_versions). Such a run neither repeats nor resumes bit for bit",
     )
 
     @chz.validate
@@ -175,7 +175,7 @@ class RLOptions(MonitorKeys, Truncation, Termination, UpdateOptions):
     on_zero_advantages: ZeroAdvantages = chz.field(
         default="stop",
         doc="a batch in which no advantage differs from zero is skipped and counted; stop: several in a row end the run; "
-        "skip: the run goes on, even if it never trains, as a custom script does by default; raise: the first ends the run",
+        "skip: the run continues, even if it never trains, as a custom script does by default; raise: the first ends the run",
     )
     max_zero_advantage_steps: int = chz.field(
         default=3, doc="on_zero_advantages=stop: this many in a row end the run", validator=chz.validators.gt(0)
@@ -185,8 +185,8 @@ class RLOptions(MonitorKeys, Truncation, Termination, UpdateOptions):
     )
     replace_constant_groups: int = chz.field(
         default=0,
-        doc="a group whose rewards are all equal, or that failed, is replaced by another one, up to so many times "
-        "(groups/replaced): the dynamic sampling of DAPO; 0: never",
+        doc="how often to replace a group that failed or whose rewards are all equal by another one (groups/replaced): the "
+        "dynamic sampling of DAPO; 0: never",
         validator=chz.validators.ge(0),
     )
     curriculum: CurriculumConfig | None = chz.field(
@@ -363,8 +363,8 @@ def _check_async_loss(config: Config) -> None:
     needs_known = [key for key in ("verify_provenance", ROUTE_REPLAY) if (config.loss_fn_config or {}).get(key)]
     if most_ahead > 0 and needs_known:
         raise ConfigurationError(
-            f"loss_fn_config {needs_known[0]}=1 refuses what an earlier process sampled, on which a resumed run with "
-            "async_config.max_steps_off_policy > 0 trains; leave it out"
+            f"loss_fn_config {needs_known[0]}=1 rejects samples of an earlier process, which a resumed run with "
+            "async_config.max_steps_off_policy > 0 trains on; leave it out"
         )
     if most_ahead > 0 and loss in ("importance_sampling", "cispo") and config.off_policy_correction is None:
         logger.warning(
@@ -387,8 +387,8 @@ def _check_signal(config: Config, backend: str) -> None:
             )
         if config.stream_minibatch_config is not None or loss not in LOSS_FNS or loss == "dro":
             raise ConfigurationError(
-                "top_entropy_share sets advantages of a whole batch to 0, which a stream has not got, a custom loss does not "
-                "follow and dro trains all the same; leave one of them out"
+                "top_entropy_share sets advantages of a whole batch to 0: a stream has no whole batch, a custom loss may not use "
+                "advantages, and dro trains without them; leave one of them out"
             )
     if config.overlong is not None:
         config.overlong.check(config.max_tokens)

@@ -75,7 +75,7 @@ class ItemPool(Protocol):
         ...
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from the state of a checkpoint."""
+        """Continue from the state of a checkpoint."""
         ...
 
 
@@ -114,7 +114,7 @@ class DifficultyPool:
             free = sorted(pool - taken)
             items += rng.sample(free, min(len(free), round(share * size)))
         taken |= set(items)
-        # First without easy and hard items; if there are too few others, with them; at last, with what was already taken.
+        # First without easy and hard items; if there are too few others, with them; finally, with what was already taken.
         for passed_over in (self._easy | self._hard | taken, taken, set[int]()):
             for _ in range(self._num_items if len(passed_over) < self._num_items else 0):
                 if len(items) == size:
@@ -140,7 +140,7 @@ class DifficultyPool:
             self._hard.add(item)
 
     def metrics(self) -> dict[str, int]:
-        """curriculum/easy and curriculum/hard, items that are so now; curriculum/other, those that are not or are unseen."""
+        """curriculum/easy and curriculum/hard, the items that are easy or hard now; curriculum/other, all others, seen or not."""
         easy, hard = len(self._easy), len(self._hard)
         return {"curriculum/easy": easy, "curriculum/hard": hard, "curriculum/other": self._num_items - easy - hard}
 
@@ -151,6 +151,6 @@ class DifficultyPool:
         return {"easy": sorted(self._easy), "hard": sorted(self._hard), "cursor": self._cursor, "drawn": drawn}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from the pool of a checkpoint."""
+        """Continue from the pool of a checkpoint."""
         self._easy, self._hard, self._cursor = set(state["easy"]), set(state["hard"]), state["cursor"]
         self._drawn = {int(batch): items for batch, items in state["drawn"].items()}

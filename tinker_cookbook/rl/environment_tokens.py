@@ -31,11 +31,11 @@ def environment_mask(mask_N: np.ndarray) -> np.ndarray:
 
 
 def environment_targets(datum: tinker.Datum) -> np.ndarray:
-    """`environment_mask` of a datum, without pictures, which are no targets, and without replies of the policy that are masked
+    """`environment_mask` of a datum, without pictures, which are never targets, and without replies of the policy that are masked
     because they cannot be read, whose tokens have a logprob: bool (N,).
     """
     chosen = environment_mask(datum.loss_fn_inputs["mask"].to_numpy())
-    # The target at a position is what stands at the next one; the last target is a sampled token.
+    # The target at a position is the next element; the last target is a sampled token.
     shown = np.array(media.is_media(media.elements(datum.model_input)), dtype=bool)
     chosen[:-1] &= ~shown[1:]
     return chosen & (datum.loss_fn_inputs["logprobs"].to_numpy() == 0)

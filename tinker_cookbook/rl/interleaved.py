@@ -119,7 +119,7 @@ class InterleavedRLDatasetBuilder(GroupsPerBatch, Seeded, RLDatasetBuilder, grou
         for i, (_, test) in enumerate(built[len(self.sources) :]):
             if test is None:
                 raise ConfigurationError(
-                    f"only_evaluated[{i}] has no test set, so that nothing of it is evaluated; leave it out"
+                    f"only_evaluated[{i}] has no test set, so nothing of it would be evaluated; leave it out"
                 )
         tests = [test for _, test in built if test is not None]
         groups = [group for test in tests for i in range(len(test)) for group in test.get_batch(i)]

@@ -104,7 +104,7 @@ class GroupSource:
         self._number = -1
         self._batch: Sequence[EnvGroupBuilder] = ()
         self._ends = [0]
-        """groups before each batch, as far as batches had to be looked at"""
+        """groups before each batch, for the batches loaded so far"""
 
     def draw(self, number: int) -> EnvGroupBuilder:
         """Group `number`, from 0, modulo the number of groups."""
@@ -261,7 +261,7 @@ class TrainingBatches:
         if count > self._at_once:
             logger.warning(
                 "step %d has %d groups: %d of them are sampled at a time (max_groups_in_flight), and all that is sampled stays "
-                "in memory until the step has trained on it. If so many are not meant, lower groups_per_batch or num_groups",
+                "in memory until the step has trained on it. If that is too many, lower groups_per_batch or num_groups",
                 step,
                 count,
                 self._at_once,

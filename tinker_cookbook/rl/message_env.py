@@ -39,7 +39,7 @@ from tinker_cookbook.utils.lazy import tinker
 logger = logging.getLogger(__name__)
 
 MOST_UNREADABLE = 16
-"""Replies without their end in a row, to one prompt, after which an episode ends in any case."""
+"""Consecutive truncated replies to one prompt, after which an episode ends in any case."""
 
 
 @dataclass
@@ -72,7 +72,7 @@ class MessageEnv(ABC):
         """Take the policy's complete reply. Tool calls that cannot be parsed are in its `unparsed_tool_calls`."""
 
     def describe(self) -> dict[str, Any]:
-        """What the records and monitors are told of the episode besides its turns; empty by default."""
+        """What records and monitors get about the episode in addition to its turns; empty by default."""
         return {}
 
     async def observe_truncated_response(self, message: Message) -> list[Message] | None:
@@ -152,7 +152,7 @@ class EnvFromMessageEnv(Env):
         if self.parse_error_policy is not None:
             self.set_parse_error_policy(self.parse_error_policy)
         self.shared_prompt = SharedPrompt()
-        """Renders the first prompt. Members of a group have one together."""
+        """Renders the first prompt. Members of a group share one."""
 
     @property
     def conversation(self) -> list[Message]:

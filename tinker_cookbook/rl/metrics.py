@@ -112,9 +112,8 @@ def kl_alarm(metrics: Mapping[str, float | int | str], threshold: float) -> str 
     values = ", ".join(f"{value:.2g} from token {depth} on" for depth, value in by_depth.items())
     return (
         f"the KL between sampler and trainer is above kl_alarm={threshold:g}: {values}. "
-        "Far off from the first step on, a renderer, a temperature or a dtype differs between the two; growing with depth, "
-        "positions or a cache; growing with the steps, "
-        "sampling runs too far ahead or the learning rate is too high"
+        "If it is high from the first step on, a renderer, a temperature or a dtype differs between the two; if it grows with "
+        "depth, positions or a cache do; if it grows with the steps, sampling runs too far ahead or the learning rate is too high"
     )
 
 

@@ -338,4 +338,4 @@ class StepInProgress:
     def _cancel(self) -> None:
         if not self._is_cancelled:
             self._is_cancelled = True
-            logger.info("the run is ending; the step under way comes to its end first")
+            logger.info("the run is stopping; the step in progress finishes first")

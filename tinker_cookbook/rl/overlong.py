@@ -22,14 +22,14 @@ _TRUNCATED = frozenset({StopReason.MAX_TOKENS, StopReason.MAX_SAMPLED_TOKENS, St
 
 @chz.chz(typecheck=True)
 class OverlongConfig:
-    """What becomes of rollouts that are cut off, or nearly."""
+    """How to treat rollouts that are cut off, or nearly so."""
 
     mask: bool = chz.field(
         default=False, doc="rollouts that were cut off do not train; their rewards still count in the group's baseline"
     )
     penalty_tokens: int = chz.field(
         default=0,
-        doc="the reward falls by up to `penalty` over the last tokens, as many as these, before max_tokens; 0: it does not",
+        doc="over this many tokens before max_tokens the reward falls, by up to `penalty`; 0: it does not",
         validator=chz.validators.ge(0),
     )
     penalty: float = chz.field(default=1.0, doc="what the longest reply loses", validator=chz.validators.gt(0))

@@ -62,7 +62,7 @@ class OneTurnEnv(Env):
             limit.
         instance_id: the question's name in records.
         reply: the reply, once there is one.
-        shared_prompt: lets the members of a group render their prompt once; None: each renders it anew.
+        shared_prompt: lets the members of a group render their prompt once; None: each renders its own.
     """
 
     max_prompt_tokens: int | None = None

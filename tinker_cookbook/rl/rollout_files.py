@@ -209,8 +209,8 @@ def _trained(step: StepRollouts, d: int, start: int, count: int) -> tuple[np.nda
 
 @dataclass(frozen=True)
 class _Prompt:
-    """A prompt's positions: token ids, and for a picture a negative number at all of its positions, of which pictures of other
-    content have others; and its pictures.
+    """A prompt's positions: token ids, and for a picture a negative number at all of its positions, which differs between
+    pictures of different content; and its pictures.
     """
 
     keys: np.ndarray

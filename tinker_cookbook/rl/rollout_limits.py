@@ -50,7 +50,7 @@ class RolloutLimits:
     max_trajectory_tokens: int | None = _limit("tokens of a prompt and its reply, so of the whole conversation")
     max_sampled_tokens: int | None = _limit("tokens that the policy samples in all turns together")
     max_tool_calls: int | None = _limit("tool calls in all turns together; the env counts them")
-    max_turn_tokens: int | None = _limit("tokens of one reply; the rollout goes on after a reply that is cut off")
+    max_turn_tokens: int | None = _limit("tokens of one reply; the rollout continues after a reply that is cut off")
     rollout_timeout_seconds: float | None = _limit("seconds from the first observation to the end")
     sampling_turn_timeout_seconds: float | None = _limit("seconds of one sampling call; beyond it the rollout fails")
 

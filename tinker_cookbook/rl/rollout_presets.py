@@ -45,7 +45,7 @@ class RolloutConfig(Termination):
         validator=not_negative,
     )
     hooks: Callable[[], RolloutHooks] | None = chz.field(
-        default=None, doc="makes the callbacks of a rollout, anew for each: a subclass of RolloutHooks; None: none"
+        default=None, doc="the callbacks of rollouts: a subclass of RolloutHooks, instantiated for each; None: none"
     )
     retries: int | None = chz.field(
         default=None,

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from tinker_cookbook.rl.rollout_presets import RolloutConfig
 
 TRUNCATION_METRIC_KEY = "num_truncations_max_turn_tokens"
-"""On the last transition: how many replies were cut off and the rollout went on. Absent when none was."""
+"""On the last transition: the number of replies that were cut off without ending the rollout; absent if none was."""
 
 
 class MissingSeamError(ConfigurationError, TypeError):
@@ -66,7 +66,7 @@ class RolloutState:
     """length of the prompt that would be next"""
     sampled_tokens: int
     num_length_truncations: int
-    """replies that were cut off, after which the rollout went on"""
+    """replies that were cut off without ending the rollout"""
     elapsed_seconds: float
     transitions: list[Transition]
 
@@ -101,12 +101,6 @@ class SupportsToolCallLimit(Protocol):
     """An env that counts tool calls; its limit is set once, before the first observation."""
 
     def set_max_tool_calls(self, max_tool_calls: int) -> None: ...
-
-
-class SupportsEnd(Protocol):
-    """An env that others wait for; called when the rollout ends, for any reason."""
-
-    def rollout_ended(self) -> None: ...
 
 
 class SupportsParseErrorPolicy(Protocol):
@@ -347,7 +341,7 @@ class _Rollout:
             transition.episode_done = False
         if following is None:
             raise DataValidationError(
-                f"{type(self.env).__name__}.step: next_observation is None, but the rollout goes on after turn "
+                f"{type(self.env).__name__}.step: next_observation is None, but the rollout continues after turn "
                 f"{len(self.transitions) - 1}; give the next prompt, or set episode_done=True"
             )
         self.truncations += action.stop_reason == "length"

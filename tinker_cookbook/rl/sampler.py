@@ -68,8 +68,8 @@ class Sampler:
         self.client = await self.submit_snapshot()
 
     def submit_snapshot(self) -> Awaitable[SamplingClient]:
-        """Request a snapshot of the weights after everything submitted so far; with `inflight`, also earlier clients go on
-        with these weights.
+        """Request a snapshot of the weights after everything submitted so far; with `inflight`, earlier clients
+        continue with these weights too.
         """
         ahead, client = self.config.async_config, self.session.training_client
         records = self.config.records_stability_info()
@@ -119,7 +119,7 @@ class Sampler:
         size: int,
         replaced: list[WrappedTrajectoryGroup] | None = None,
     ) -> WrappedTrajectoryGroup:
-        """`sample_group`, and while it has no signal another group in its place, up to `replace_constant_groups` times
+        """`sample_group`; while the group has no signal, another one in its place, up to `replace_constant_groups` times
         (dynamic sampling: Yu et al. 2025, "DAPO", arXiv 2503.14476, section 3.2). The last is returned with those before it.
 
         Args:

@@ -99,7 +99,7 @@ def tokens_used(batch: Minibatch, removes_constant: bool) -> tuple[TokenUsage, T
 
 
 class StepReport:
-    """Writes the transcripts and records of a run's steps. Records are written in a thread, while the loop goes on; they
+    """Writes the transcripts and records of a run's steps. Records are written in a thread, while the loop continues; they
     are on disk before a checkpoint that does not redo the step.
     """
 

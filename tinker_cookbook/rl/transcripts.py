@@ -170,7 +170,7 @@ def _add_trajectory(section: logtree.Node, trajectory: Trajectory, tokenizer: To
 
 
 def _add_prompt(section: logtree.Node, parts: list[media.Element], label: str, tokenizer: Tokenizer) -> None:
-    """The text, in which pictures stand as their size, and below it the pictures."""
+    """The text, with the size of each picture in its place, and the pictures below it."""
     section.text(media.decode(parts, tokenizer), label)
     for part in parts:
         if not isinstance(part, int) and (name := picture_name(part)) is not None:

@@ -189,7 +189,7 @@ class TrajectoryGroup:
     member_info_G: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     """for people, in the training record and the transcripts: each member's question, seat, verdict, ..."""
     roles_G: list[str] | None = None
-    """the role that each member plays, for baselines per role; None: they are all alike"""
+    """the role that each member plays, for baselines per role; None: all have the same role"""
     rate_ranges: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
     """metrics that are reported with an interval, and the range of their values"""
     notes: list[logtree.Node] = field(default_factory=list[logtree.Node])

@@ -43,8 +43,8 @@ class UntrainedSteps:
             self.in_a_row = 0  # the resumed run gets the same number of tries
             error.add_note(
                 f"The last {'step' if config.on_zero_advantages == 'raise' else f'{most} steps'} trained nothing, so the run "
-                f"ends after step {step} (on_zero_advantages={config.on_zero_advantages}; skip goes on however many there "
-                f"are). {self._session.run.log_path} keeps what is done, and behavior_if_log_dir_exists=resume goes on with "
+                f"ends after step {step} (on_zero_advantages={config.on_zero_advantages}; with skip the run continues). "
+                f"{self._session.run.log_path} keeps the finished steps, and behavior_if_log_dir_exists=resume continues with "
                 "the next batch."
             )
             return self._with_example(error)
@@ -60,7 +60,7 @@ class UntrainedSteps:
         if self._session.progress.trained_tokens > 0:
             return
         problem = (
-            f"the run has come to its end and trained nothing: none of its {num_steps} batches had a token with an "
+            f"the run is over and trained nothing: none of its {num_steps} batches had a token with an "
             f"advantage; logs.log in {self._session.run.log_path} has the rewards of the first"
         )
         if self._config.on_zero_advantages != "skip":

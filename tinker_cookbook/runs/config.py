@@ -137,7 +137,7 @@ class RunOptions(Extent, ClientKeys, RendererKey, Prices, TrackerConfig):
         doc="draw where the time of every n-th step went, as timing_gantt.html in its iteration_ folder; 0: never",
         validator=chz.validators.ge(0),
     )
-    async_periodic_saves: bool = chz.field(default=False, doc="go on training while a checkpoint is being written")
+    async_periodic_saves: bool = chz.field(default=False, doc="continue training while a checkpoint is being written")
 
 
 @chz.chz(typecheck=True)

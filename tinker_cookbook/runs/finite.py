@@ -80,7 +80,7 @@ class UpdateGuard:
     def _meet(self, error: Exception) -> None:
         if not self._skips:
             error.add_note(
-                "on_nonfinite=skip goes on without such a step; a lower learning_rate or a grad_clip_norm may prevent it"
+                "on_nonfinite=skip continues without such a step; a lower learning_rate or a grad_clip_norm may prevent it"
             )
             raise error
         logger.warning("%s; the step is skipped", error)

@@ -73,7 +73,7 @@ class CheckpointManager:
         self.loop_state: dict[str, Any] = {}
         """Entries that every record gets, for example the path of a reference policy."""
         self.on_replaced: Callable[[str], None] | None = None
-        """Called with the path of a rolling checkpoint when it is deleted, for what the loop keeps beside it."""
+        """Called with the path of a rolling checkpoint when it is deleted, for the files that the loop keeps with it."""
         self.tokens: int = resumed_from.get(TOKENS_KEY, 0) if resumed_from is not None else 0
         """Tokens trained on so far, before a resume included."""
         self._saved_tokens, self._saved_at = self.tokens, clock()

@@ -76,7 +76,7 @@ def write_run_metadata(
         if folder_version(first) > FOLDER_VERSION:
             raise DataFormatError(
                 f"{Path(log_dir) / METADATA_BASE_NAME}: folder_version {first['folder_version']} was written by later code, "
-                f"which this one (up to {FOLDER_VERSION}) may misread; go on with that, or start in another log_path"
+                f"which this one (up to {FOLDER_VERSION}) may misread; continue with that version, or start in another log_path"
             )
         earlier = first.get("resumed", [])
         differences = compare_configs(first.get("args"), args)
@@ -178,7 +178,7 @@ def _without_modules(value: Any) -> Any:
 def changed_keys(before: Any, after: Any, place: str = "") -> dict[str, list[Any]]:
     """The config keys (below `place`) with different values, each with [before, after]; None means an absent key.
 
-    A class that has only moved to another module is no change.
+    A class that has only moved to another module does not count as a change.
     """
     old, new = flatten(before, place), flatten(after, place)
     then, now = flatten(_without_modules(before), place), flatten(_without_modules(after), place)

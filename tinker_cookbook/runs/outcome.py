@@ -39,7 +39,7 @@ class RunSummary:
     steps: int
     """batches that are done, over all the times it was resumed"""
     metrics: Mapping[str, float | int | str]
-    """the last row of metrics.jsonl, which has the final evaluation beside what the last step said; empty without one"""
+    """the last row of metrics.jsonl, with the final evaluation and the metrics of the last step; empty if there is none"""
     state_path: str | None
     """`tinker://` path of the newest checkpoint's weights and optimizer state; None: there is none"""
     sampler_path: str | None

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 CHART_BASE_NAME = "timing_gantt.html"
 TRACE_BASE_NAME = "trace.json"
-"""The trace as viewers open it; trace_events.jsonl has the same while the run goes on."""
+"""The trace as viewers open it; trace_events.jsonl has the same while the run is in progress."""
 
 
 @contextmanager
@@ -58,12 +58,12 @@ class Session:
     service: ServiceClient
     training_client: TrainingClient
     record: CheckpointRecord | None
-    """the checkpoint that training goes on from; None: from the first batch"""
+    """the checkpoint that training resumes from; None: it starts at the first batch"""
     checkpoints: CheckpointManager
     display: StepDisplay
-    """what the terminal shows of the step under way"""
+    """what the terminal shows of the step in progress"""
     ending: Ending
-    """whether the run was told to end"""
+    """whether the run was asked to stop"""
     rates: TokenCostRates | None = None
     """what tokens cost; None: not known"""
 
@@ -217,7 +217,7 @@ async def _open_training_client(
         resumed = await _from_last_checkpoint(run, service, metadata)
         if resumed is not None:
             return resumed
-        logger.warning("%s holds no checkpoint to go on from: starting at the first batch", run.log_path)
+        logger.warning("%s has no checkpoint to resume from: starting at the first batch", run.log_path)
     if (path := config.load_checkpoint_path) is not None:
         await find_origin(service, path, config.model_name, config.renderer_name, "load_checkpoint_path")
         return await service.create_training_client_from_state(path, user_metadata=metadata), None
@@ -237,8 +237,8 @@ async def _from_last_checkpoint(
         path = record.state_path or ""
         if record.batch is None:
             raise CheckpointError(
-                f"{run.log_path}: checkpoint {record.name!r} does not say which batch is the next one, so that its run cannot go "
-                f"on; start another one from its weights, with another log_path and load_checkpoint_path={path}"
+                f"{run.log_path}: checkpoint {record.name!r} does not say which batch is the next one, so its run cannot "
+                f"continue; start another one from its weights, with another log_path and load_checkpoint_path={path}"
             )
         try:
             client = await service.create_training_client_from_state_with_optimizer(path, user_metadata=metadata)

@@ -160,7 +160,7 @@ class StepLoop(ABC):
             await self._finish(0)
             if self.session.progress.trained_tokens == 0:
                 raise UntrainedRunError(
-                    f"the run has come to its end and trained nothing: none of its {self.end} batches had a token to train on; "
+                    f"the run is over and trained nothing: none of its {self.end} batches had a token to train on; "
                     f"logs.log in {self.session.run.log_path} says why rows were left out"
                 )
             if last := self._rounds.at_end():

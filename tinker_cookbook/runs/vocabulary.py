@@ -52,7 +52,7 @@ def split_text(pieces: Sequence[bytes]) -> list[str]:
     """The text of tokens, one string each. A character that spans tokens belongs to the first one; the others are
     empty.
 
-    Bytes that are no UTF-8 become U+FFFD.
+    Bytes that are not UTF-8 become U+FFFD.
     """
     joined = b"".join(pieces)
     text = joined.decode("utf-8", errors="replace")

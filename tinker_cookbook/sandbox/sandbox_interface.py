@@ -44,7 +44,7 @@ class SandboxResult:
     """The result of a command.
 
     Attributes:
-        stdout, stderr: at most `output_kb` each; bytes that are no UTF-8 are replaced.
+        stdout, stderr: at most `output_kb` each; bytes that are not UTF-8 are replaced.
         exit_code: of the command; 128 + the signal that ended it.
         metrics: further numbers of a backend.
         timed_out: it was killed at its wall or CPU time.

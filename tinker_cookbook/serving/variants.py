@@ -130,7 +130,7 @@ def _asked(reasoning_effort: str | None, options: Mapping[str, bool | str]) -> d
     """Field -> what it asks for, those of thinking before those that say more. Raises ValueError for contradictions."""
     if unknown := sorted(options.keys() - set(_OPTIONS)):
         raise ValueError(
-            f"chat_template_kwargs.{unknown[0]:.100} is no option of this model's renderer; there are {', '.join(_OPTIONS)}"
+            f"chat_template_kwargs.{unknown[0]:.100} is not an option of this model's renderer; there are {', '.join(_OPTIONS)}"
         )
     asked: dict[str, str] = {}
     for field in (*_SWITCHES, "preserve_thinking"):

@@ -119,7 +119,7 @@ def _lock(file: BinaryIO, folder: Path, field: str) -> bool:
             raise
     holder = _read(file)
     if holder is not None and not holder.has_died:
-        raise _in_use(holder, folder, field, f" (if it is no more, remove {folder / LOCK_BASE_NAME})")
+        raise _in_use(holder, folder, field, f" (if it no longer exists, remove {folder / LOCK_BASE_NAME})")
     logger.warning("%s: the filesystem has no file locks, so two starts in the same second are not noticed", folder)
     return False
 

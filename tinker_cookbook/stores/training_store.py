@@ -78,7 +78,7 @@ class TrainingRunStore(FileStore):
 
     def read_config(self) -> dict[str, Any] | None:
         """The config of the first start; None: there is none. Raises DataFormatError if it is not a JSON object."""
-        return self._read_json(CONFIG_BASE_NAME, "it is no run's config")
+        return self._read_json(CONFIG_BASE_NAME, "it is not a run's config")
 
     def read_metadata(self) -> dict[str, Any] | None:
         """The metadata of the run's start: machine, versions and code; None: there is none. Raises as in `read_config`."""

@@ -68,7 +68,7 @@ def load_recipe(module_name: str) -> Recipe:
         raise ConfigurationError(f"recipe={module_name!r}: no such module{_similar_modules(module_name)}") from error
     config_cls, main = getattr(module, "CLIConfig", None), getattr(module, "main", None)
     if not (isinstance(config_cls, type) and chz.is_chz(config_cls) and callable(main)):
-        raise ConfigurationError(f"recipe={module_name!r}: is no recipe, which has a chz class CLIConfig and a main")
+        raise ConfigurationError(f"recipe={module_name!r}: is not a recipe, which has a chz class CLIConfig and a main")
     if missing := [key for key in RUN_KEYS if key not in chz.chz_fields(config_cls)]:
         raise ConfigurationError(
             f"recipe={module_name!r}: cannot be swept, its config has no {' and no '.join(missing)}"

@@ -99,7 +99,7 @@ def reduced(metric: str, lines: Sequence[Mapping[str, Any]], mode: Mode, value: 
     if not values:
         return None
     if any(isinstance(number, bool) or not isinstance(number, int | float) for number in values):
-        raise ConfigurationError(f"metric={metric!r}: is no number ({values[-1]!r}); choose another")
+        raise ConfigurationError(f"metric={metric!r}: is not a number ({values[-1]!r}); choose another")
     if window:
         return float(statistics.fmean(values[-window:]))
     return float(max(values) if mode == "max" else min(values))

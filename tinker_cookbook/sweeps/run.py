@@ -248,7 +248,7 @@ def _check_processes(recipe: Recipe, runs: Sequence[PlannedRun], processes: int,
     if processes > 0:
         return
     if not inspect.iscoroutinefunction(recipe.main):
-        raise ConfigurationError(f"processes=0: main of {recipe.module} is no coroutine function; use processes=1")
+        raise ConfigurationError(f"processes=0: main of {recipe.module} is not a coroutine function; use processes=1")
     if any(run.config.get("wandb_project") is not None for run in runs):
         raise ConfigurationError("processes=0 with wandb_project: W&B keeps one run per process; use processes=1")
 

@@ -27,7 +27,7 @@ ROWS_BASE_NAME, RUNS_BASE_NAME = "rows.parquet", "runs.parquet"
 PART, RUN, STATUS = "part", "run", "status"
 STEPS_KEY = "max_steps"
 TRIAL_STEPS = (1, 3)
-"""Runs of so many steps say what a start takes, and what a step."""
+"""Steps of the two runs that measure how long the start and each step take."""
 SECONDS_PER_HOUR = 3600.0
 
 Measure = Callable[["pandas.DataFrame"], Mapping[str, float]]
@@ -118,9 +118,9 @@ async def run_study(
 
 
 async def _expected(parts: Sequence[Part], folder: Path, processes: int, concurrent: int) -> str:
-    """What is left and how long it takes. A recipe's run takes as long as its finished ones, else as a trial says.
+    """What is left and how long it takes. A recipe's run takes as long as its finished ones, else as long as a trial estimates.
 
-    Runs in this process share what it computes with: the seconds of one count for all at its side.
+    Runs in this process share what it computes with: the seconds of one run are those of all that run next to it.
     """
     seconds, left, told = 0.0, 0, list[str]()
     of_recipe: dict[str, float] = {}

@@ -72,7 +72,7 @@ def _part_from_openai(part: Mapping[str, Any]) -> ContentPart:
         try:
             data = base64.b64decode(sound["data"], validate=True)
         except ValueError as error:
-            raise DataFormatError(f"input_audio: data is no base64 ({error})") from error
+            raise DataFormatError(f"input_audio: data is not base64 ({error})") from error
         known = {key: sound[key] for key in ("num_frames", "sample_rate") if key in sound}
         converted = {"type": "audio", "audio": data, "format": sound["format"].lower(), **known}
     return cast(ContentPart, converted)

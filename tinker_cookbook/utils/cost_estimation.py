@@ -113,7 +113,7 @@ def _download_pricing(url: str, timeout: float) -> list[dict[str, object]]:
     with urllib.request.urlopen(request, timeout=timeout) as response:
         entries = json.load(response)
     if not is_list(entries) or not all(is_object(entry) for entry in entries):
-        raise ValueError("it is no JSON list of objects")
+        raise ValueError("it is not a JSON list of objects")
     return entries
 
 

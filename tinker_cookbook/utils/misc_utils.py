@@ -111,6 +111,11 @@ def markdown_table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in [cells[0], ["---"] * len(cells[0]), *cells[1:]])
 
 
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or its name."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def not_none(x: T | None) -> T:
     """The value, with a check that it is not None.
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import unquote, urlparse
 
 from tinker_cookbook.exceptions import ImageError, MissingPackageError
+from tinker_cookbook.utils.misc_utils import first_line
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -161,8 +162,3 @@ def pillow(wanted: str) -> Any:
     except ImportError as error:
         raise MissingPackageError(f"{wanted} needs Pillow; pip install pillow") from error
     return Image
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's message, or its name."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

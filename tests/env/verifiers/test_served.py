@@ -194,7 +194,7 @@ def test_what_cannot_be_served_is_refused_by_name() -> None:
         served("kuhn_poker")
     with pytest.raises(ConfigurationError, match="environment is not set"):
         served(None)
-    with pytest.raises(ConfigurationError, match="holds no test tasks"):
+    with pytest.raises(ConfigurationError, match="has no test tasks"):
         served(own_environments.plain, split="test")
     assert len(served(own_environments.questions)) == 4 and len(served(own_environments.questions, split="test")) == 1
     assert len(served(own_environments.guess, num_tasks=7)) == 7

@@ -186,7 +186,7 @@ def load_environment(generators: str | dict[str, float] = "", **args: Any) -> En
 
 def _whole_config(given: Any) -> dict[str, dict[str, Any]]:
     if not is_mapping(given) or not all(is_mapping(one) for one in given.values()):
-        raise ConfigurationError(f"env.config={given!r:.200}: is no mapping of generators to their fields")
+        raise ConfigurationError(f"env.config={given!r:.200}: is not a mapping of generators to their fields")
     return {str(name): dict(one) for name, one in given.items()}
 
 
@@ -199,5 +199,5 @@ def _read_weights(text: str) -> dict[str, float]:
         try:
             weights[name] = float(weight) if colon else 1.0
         except ValueError:
-            raise ConfigurationError(f"env=reasoning_gym:{text}: {weight!r} is no weight of {name}") from None
+            raise ConfigurationError(f"env=reasoning_gym:{text}: {weight!r} is not a weight of {name}") from None
     return weights

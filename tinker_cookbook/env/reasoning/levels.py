@@ -1,7 +1,7 @@
 """A curriculum over the levels that reasoning-gym defines for a generator.
 
 A generator starts at level 0. When the mean reward of its last `window` groups at its level reaches `raise_at`, it moves one
-level up; when it is at most `lower_at`, one down; then the window starts anew. What a batch draws depends on the steps that
+level up; when it is at most `lower_at`, one down; then the window restarts. What a batch draws depends on the steps that
 were done when it was drawn, never on timing, and the levels are part of a checkpoint.
 """
 
@@ -94,12 +94,12 @@ class LevelPool:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from the levels of a checkpoint. Raises ConfigurationError if it has other generators."""
+        """Continue from the levels of a checkpoint. Raises ConfigurationError if it has other generators."""
         names = [generator.name for generator in self._mixture.generators]
         if set(state.get("levels", ())) != set(names):
             raise ConfigurationError(
                 f"the checkpoint has levels of {', '.join(state.get('levels', ())) or 'nothing'}, not of {', '.join(names)}; "
-                "go on with the generators that the run was started with"
+                "continue with the generators that the run was started with"
             )
         self._levels = [state["levels"][name] for name in names]
         self._means = [list(state["means"][name]) for name in names]

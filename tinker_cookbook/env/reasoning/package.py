@@ -1,4 +1,4 @@
-"""What is asked of the package reasoning-gym: its generators, their configs and their curricula.
+"""Access to the package reasoning-gym: its generators, their configs and their curricula.
 
 It is imported when an environment is made, never before, and every name is checked against it then.
 """
@@ -74,12 +74,12 @@ def check_names(names: Iterable[str], what: str) -> None:
 
 
 def check_stable(names: Iterable[str]) -> None:
-    """Raises ConfigurationError for a generator whose questions would be others in a resumed run."""
+    """Raises ConfigurationError for a generator whose questions would differ in a resumed run."""
     if os.environ.get("PYTHONHASHSEED", "random") == "random" and (
         bad := [name for name in names if name in _UNSTABLE]
     ):
         raise ConfigurationError(
-            f"env=reasoning_gym: {bad[0]} asks other questions in every process; set PYTHONHASHSEED=0, or leave it out"
+            f"env=reasoning_gym: {bad[0]} asks different questions in every process; set PYTHONHASHSEED=0, or leave it out"
         )
 
 
@@ -88,14 +88,14 @@ def check_safe(names: Iterable[str]) -> None:
     if bad := [name for name in names if runs_answers(name)]:
         raise ConfigurationError(
             f"env=reasoning_gym: {bad[0]} evaluates the policy's answers as Python in this process; leave it out, or give "
-            "env.run_answers=True in a container that holds nothing of value"
+            "env.run_answers=True in a container without anything of value"
         )
 
 
 def read_overrides(name: str, given: Mapping[str, Any], with_levels: bool) -> str:
     """The JSON of a generator's overrides.
 
-    Raises ConfigurationError: an unknown key, a value that the config refuses, one that is no JSON, or a key that the
+    Raises ConfigurationError: an unknown key, a value that the config refuses, one that is not JSON, or a key that the
     curriculum sets.
     """
     known = config_keys(name)

@@ -1,4 +1,4 @@
-"""Which question a number stands for, and which questions are held out.
+"""Which question a number means, and which questions are held out.
 
 A question depends on the run's seed and its number alone. Whether it is held out depends on nothing but its text: one in
 four is, in every run, so training and held-out questions never coincide, however few different ones a generator has.

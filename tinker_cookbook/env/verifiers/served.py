@@ -116,7 +116,7 @@ class ServedTaskset(vf.Taskset[ServedTask, ServedConfig]):
         train, test = _finished(builder())
         dataset = train if self.config.split == "train" else test
         if dataset is None:
-            raise ConfigurationError(f"{self.config.id}: the environment holds no test tasks; leave out split=test")
+            raise ConfigurationError(f"{self.config.id}: the environment has no test tasks; leave out split=test")
         refuse_pool(dataset, self.config.id)
         return dataset
 
@@ -203,12 +203,12 @@ class _Agent(TokenCompleter):
         if not self._seen:
             opened = [(message.role, message.content) for message in self._talk.trace.task.data.prompt]
             if opened != [(wired["role"], wired["content"]) for wired in map(_wire, conversation)]:
-                raise ConfigurationError("the environment opens otherwise than when the task was loaded")
+                raise ConfigurationError("the environment's opening differs from the one at loading")
             return None
         seen = len(self._seen)
         if conversation[: seen - 1] != self._seen[:-1]:
             raise ConfigurationError(
-                "the environment changed what was said; verifiers can only go on with a conversation"
+                "the environment changed earlier messages; verifiers can only append to a conversation"
             )
         return [_wire(message) for message in conversation[seen:]]
 

@@ -104,7 +104,7 @@ class QuestionBenchmark(BenchmarkBuilder):
         self.dataset_path = dataset_path
 
     def with_dataset(self, dataset_path: str) -> Self:
-        """The same benchmark on a local file. Raises ConfigurationError if it is no file of rows."""
+        """The same benchmark on a local file. Raises ConfigurationError if it is not a file of rows."""
         if not is_data_file(dataset_path):
             raise ConfigurationError(
                 f"dataset_path={dataset_path!r}: benchmark {self.name} reads a .jsonl, .csv or .parquet file with "

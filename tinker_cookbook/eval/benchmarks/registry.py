@@ -63,7 +63,7 @@ def get_benchmark(name: str, dataset_path: str | None = None) -> BenchmarkBuilde
 
     Raises:
         BenchmarkNotFoundError: no such name; the message lists the known and close ones.
-        ConfigurationError: `dataset_path` is no file of rows, or the benchmark reads none.
+        ConfigurationError: `dataset_path` is not a file of rows, or the benchmark reads none.
     """
     if name not in REGISTRY:
         near = difflib.get_close_matches(name.lower().replace("-", "_"), REGISTRY, n=2)

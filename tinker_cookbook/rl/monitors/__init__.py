@@ -1,7 +1,7 @@
 """Monitors scan finished rollouts for reward hacking, by rule or by a judge, and count what they find in metrics.
 
 A monitor is a function of a rollout that returns the reason why it is a hack, or None; or a pair of that and metrics. What it
-finds changes no reward: it is counted as `monitor/<name>`, and its reason stands in the records of the rollout.
+finds changes no reward: it is counted as `monitor/<name>`, and its reason is written to the rollout's records.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class MonitorKeys(FieldGroup):
         if JUDGE in self.monitors:
             self.monitor_judge.check("monitor_judge", backend, base_url)
         elif self.monitor_judge != MonitorJudgeConfig():
-            raise ConfigurationError(f"monitor_judge is set, but nobody asks it; add {JUDGE} to monitors")
+            raise ConfigurationError(f"monitor_judge is set, but no monitor uses it; add {JUDGE} to monitors")
 
     async def open_monitors(self, service: ServiceClient | None = None) -> dict[str, Monitor]:
         """The monitors by name. `service` is the run's. Raises as `check_monitors`."""
@@ -104,7 +104,7 @@ class MonitorKeys(FieldGroup):
 
 
 def _name(given: str | Callable[..., Any]) -> str:
-    """Of a monitor in metrics: of package.module:function what stands behind the colon."""
+    """The name of a monitor in metrics: of package.module:function the part after the colon."""
     text = given if isinstance(given, str) else describe(given)
     return text.rpartition(":")[2].rpartition(".")[2]
 

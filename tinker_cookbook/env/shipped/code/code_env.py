@@ -1,7 +1,7 @@
-"""Write a program; its tests decide. What fails is told, and the program may be written again.
+"""Write a program, which is graded by tests. The policy sees what failed and may revise the program.
 
-The reward is the share of hidden tests that the last program passes (or 1 for all of them), less `format_coef` if it stands in no
-code block. Of hidden tests only the number is told; errors and the tests that the question shows, in full.
+The reward is the share of hidden tests that the last program passes (or 1 for all of them), minus `format_coef` if it is not in a
+code block. Feedback gives only the number of failed hidden tests; errors and the tests that the question shows are given in full.
 """
 
 from functools import partial
@@ -39,7 +39,7 @@ LONGEST_SHOWN = 500
 
 @chz.chz(typecheck=True)
 class CodeRewardKeys(FieldGroup):
-    """What a program is worth, and what is told of its tests."""
+    """The reward of a program, and which tests the question shows."""
 
     partial_credit: bool = chz.field(default=True, doc="pay the share of hidden tests passed; False: 1 for all, else 0")
     format_coef: float = chz.field(
@@ -54,7 +54,7 @@ class CodeRewardKeys(FieldGroup):
 
 @chz.chz(typecheck=True)
 class CodeRewards(CodeRewardKeys):
-    """What a program is worth, and what is told of its tests."""
+    """The reward of a program, and which tests the question shows."""
 
 
 def question_text(problem: CodeProblem, shown: int) -> str:
@@ -86,7 +86,7 @@ def _cut(text: str) -> str:
 
 
 def feedback(problem: CodeProblem, result: Grade, shown: int) -> str:
-    """What the policy is told of a program that does not pass."""
+    """The feedback on a program that does not pass."""
     first = result.outcomes[0]
     if first.status == "compile":
         return f"The program cannot be compiled: {first.error}"
@@ -111,7 +111,7 @@ class CodeEnv(MessageEnv):
 
     Args:
         limits: of each test.
-        rewards: what a program is worth.
+        rewards: of programs.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Grades a program by its tests: it runs in a sandbox on their inputs, and what comes out is compared here."""
+"""Grades a program by its tests: it runs in a sandbox on their inputs, and its outputs are compared here."""
 
 import json
 import math
@@ -93,7 +93,7 @@ def _runner() -> str:
 
 
 def read_outcomes(result: SandboxResult, tests: Sequence[CodeTest]) -> tuple[Outcome, ...]:
-    """The outcome of each test. A program may write what it likes where the runner writes: what cannot be read has failed."""
+    """The outcome of each test. A program may write anything to the runner's output: what cannot be parsed counts as failed."""
     lines = [_read_line(line) for line in result.stdout.splitlines()]
     if lines and lines[0].get("status") == "compile":
         return (Outcome("compile", error=str(lines[0].get("error"))[:500]),) * len(tests)
@@ -143,7 +143,7 @@ def _close(one: str, other: str) -> bool:
 
 
 def same_value(got: Any, wanted: Any) -> bool:
-    """Whether two values of JSON are equal; numbers that are no integers may differ by TOLERANCE."""
+    """Whether two values of JSON are equal; numbers other than integers may differ by TOLERANCE."""
     if isinstance(got, bool) or isinstance(wanted, bool):
         return got is wanted
     if isinstance(got, int | float) and isinstance(wanted, int | float):

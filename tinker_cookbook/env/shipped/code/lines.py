@@ -116,7 +116,7 @@ def _value(node: ast.expr, x: int) -> int:
             values = [_value(argument, x) for argument in arguments]
             result = min(values) if name == "min" else max(values)
         case _:
-            raise ValueError(f"{ast.unparse(node)} is no part of a line")
+            raise ValueError(f"{ast.unparse(node)} is not allowed in a line")
     if abs(result) > LARGEST:
         raise ValueError(f"{ast.unparse(node)} is beyond {LARGEST}")
     return result
@@ -228,7 +228,7 @@ class LineEnv(MessageEnv):
 class CodeLines(Environment):
     """One-line functions in groups of attempts; the test set is programs that no training program equals."""
 
-    style: Style = chz.field(default="words", doc="the function is told in words, or by examples")
+    style: Style = chz.field(default="words", doc="how the function is described: in words, or by examples")
     steps: int = chz.field(default=2, doc=f"steps of a function at most, up to {MOST_STEPS}")
 
     @chz.validate

@@ -1,4 +1,4 @@
-"""Programming problems with tests: what one is, and how rows of a file or of the hub become some."""
+"""Programming problems with tests, and how rows of a file or of the hub become problems."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -26,12 +26,12 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "function": ("function", "func_name", "fn_name"),
     "solution": ("solution",),
 }
-"""What a problem has -> the columns that it is looked for in."""
+"""Field of a problem -> the columns in which it is looked up."""
 
 
 @chz.chz(typecheck=True)
 class ProblemColumns:
-    """Columns of a dataset whose names are others than those of COLUMNS."""
+    """Columns of a dataset with other names than those of COLUMNS."""
 
     id: str | None = chz.field(default=None, doc="column of the problem's name")
     question: str | None = chz.field(default=None, doc="column of the statement")
@@ -85,10 +85,10 @@ def load_problems(
         dataset: problems (shipped), deepcoder, a .jsonl, .csv or .parquet file, a hub id or a folder in the same form. A file
             has no test problems.
         columns: where they have other names than COLUMNS.
-        bad: handles rows that are no problem; None: the first one raises.
+        bad: handles rows that are not problems; None: the first one raises.
 
     Raises:
-        ConfigurationError: an unknown dataset. DataFormatError: a row that is no problem, with its place.
+        ConfigurationError: an unknown dataset. DataFormatError: a row that is not a problem, with its place.
     """
     names = {part: (given,) if (given := getattr(columns, part, None)) else usual for part, usual in COLUMNS.items()}
 
@@ -174,7 +174,7 @@ def _parsed(value: Any, what: str) -> Any:
     try:
         return json.loads(value)
     except ValueError as error:
-        raise DataFormatError(f"{what!r} is no JSON ({error})") from None
+        raise DataFormatError(f"{what!r} is not JSON ({error})") from None
 
 
 def _object(value: Any, what: str) -> Mapping[str, Any]:

@@ -76,7 +76,7 @@ def start(code: CodeType, function: str | None, given: Any) -> tuple[int, int, i
     try:
         call(code, function, given, report)
     except BaseException as error:
-        report({"error": f"what it returns is no JSON: {error}"})
+        report({"error": f"its return value is not JSON: {error}"})
     finally:
         os._exit(0)
 

@@ -31,7 +31,7 @@ def proposer_reward(pass_rate: float) -> float:
 
 
 def play_at_random(game: "ProposerSolver", role: str, rng: random.Random) -> str:
-    """Any sum of the range; the right answer or one beside it."""
+    """Any sum of the range; the right answer or one next to it."""
     if role == PROPOSER:
         return f"<SOLUTION>{rng.randint(1, game.highest)}+{rng.randint(1, game.highest)}</SOLUTION>"
     return f"<SOLUTION>{sum(game.numbers) + rng.choice([0, 0, 1, -1])}</SOLUTION>"
@@ -73,7 +73,7 @@ class ProposerSolver:
         read = re.fullmatch(r"\s*(\d{1,3})\s*\+\s*(\d{1,3})\s*", answer, flags=re.ASCII)
         numbers = (int(read[1]), int(read[2])) if read else (0, 0)
         if not all(1 <= number <= self.highest for number in numbers):
-            raise IllegalMove(f"{answer[:20]!r} is no sum of two numbers from 1 to {self.highest}")
+            raise IllegalMove(f"{answer[:20]!r} is not a sum of two numbers from 1 to {self.highest}")
         self.numbers, self._proposed = numbers, True
 
     @property
@@ -89,7 +89,7 @@ class ProposerSolver:
 
 
 def with_solvers(game: type[ProposerSolver], count: int) -> type[ProposerSolver]:
-    """The game with another number of solvers, at least 2: one alone has nobody to be compared with."""
+    """The game with another number of solvers, at least 2: a single one cannot be compared with others."""
     if count < 2:
         raise ConfigurationError(f"num_solvers={count}: must be at least 2, which are compared with each other")
     solvers = tuple(f"{SOLVER}_{i}" for i in range(count))

@@ -61,7 +61,7 @@ class SharedSum:
     def act(self, role: str, text: str) -> None:
         answer = parse_solution(text) or ""
         if not (answer.isascii() and answer.isdigit() and int(answer[:9]) <= MOST):
-            raise IllegalMove(f"{answer[:20]!r} is no number from 0 to {MOST}")
+            raise IllegalMove(f"{answer[:20]!r} is not a number from 0 to {MOST}")
         if role == TELLER:
             self.heard = int(answer)
         else:

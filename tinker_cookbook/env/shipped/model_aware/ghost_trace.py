@@ -22,7 +22,7 @@ from tinker_cookbook.exceptions import ConfigurationError
 COUNT, HIGHEST = 5, 999
 LOWEST_LOGPROB, OFFSET, MALFORMED = -20.0, 10.0, -20.0
 HELD_OUT = 8
-"""Every so many words of the bank are for evaluation, however many of it are trained on."""
+"""One word in this many is for evaluation, however many of the bank are trained on."""
 _NUMBER = "(?:0|[1-9][0-9]{0,2})"
 _TRACE = re.compile(rf"{_NUMBER}(?:(?:[ \t\n]*,[ \t\n]*|[ \t\n]+){_NUMBER}){{{COUNT - 1}}}")
 

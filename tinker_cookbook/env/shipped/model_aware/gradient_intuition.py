@@ -79,8 +79,8 @@ class IntuitionGroupBuilder(EnvGroupBuilder):
     async def make_envs(self) -> Sequence[IntuitionEnv]:
         if self.clients is None or self.clients.training_client is None or self.clients.service_client is None:
             raise ConfigurationError(
-                "gradient_intuition needs the training_client and service_client of a training run, and this is none, or plays "
-                "in another process: leave the rollout executor out"
+                "gradient_intuition needs the training_client and service_client of a training run, and this is not one, or "
+                "plays in another process: leave the rollout executor out"
             )
         envs: list[IntuitionEnv] = []
         for env in await self.inner.make_envs():

@@ -39,7 +39,7 @@ from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 
 MODES = ("in_context", "surprise")
 HELD_OUT = 8
-"""Every so many of the shipped lessons are for evaluation, with all of the further ones."""
+"""One shipped lesson in this many is for evaluation, and so are all additional ones."""
 _DELTA = re.compile(r"\[[ ]*([+-]?[0-9]{1,6}(?:\.[0-9]{1,12})?)[ ]*\]")
 _RANKING = re.compile(r"\[[ ]*[0-9]{1,3}(?:[ ]*,[ ]*[0-9]{1,3})*[ ]*\]")
 MALFORMED = {"in_context": 0.0, "surprise": -1.0}
@@ -73,7 +73,9 @@ def spearman(one: Sequence[float], other: Sequence[float]) -> float:
     of at least 2.
     """
     if len(one) != len(other) or len(one) < 2:
-        raise DataValidationError(f"{len(one)} and {len(other)} values: ranks need as many of both, and at least two")
+        raise DataValidationError(
+            f"{len(one)} and {len(other)} values: ranks need the same number of both, and at least two"
+        )
     first, second = (ranking - ranking.mean() for ranking in (ranks(one), ranks(other)))
     scale = math.sqrt(float((first**2).sum() * (second**2).sum()))
     return float((first * second).sum()) / scale if scale > 0 else 0.0

@@ -73,7 +73,7 @@ def prediction_reward(completion: str, answer: str) -> tuple[float, dict[str, fl
 
 
 def skill_over_constant(confidences: Sequence[float], correct: Sequence[float]) -> float:
-    """1 - Brier / (Brier of always saying the base rate); 0 if all answers are right or all are wrong, which tells
+    """1 - Brier / (Brier of always saying the base rate); 0 if all answers are right or all are wrong, which says
     nothing.
 
     Raises DataValidationError for lists of different lengths, or empty ones.

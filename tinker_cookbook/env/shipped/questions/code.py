@@ -76,7 +76,7 @@ class CodeTask(StepTask):
     objection_request = OBJECTION_REQUEST
     support_request = SUPPORT_REQUEST
     sandbox: ClassVar[str] = "bubblewrap"
-    """get_sandbox's name; a subclass with another one goes in as task=path/file.py:Class"""
+    """get_sandbox's name; a subclass with another one is named by task=path/file.py:Class"""
 
     def __init__(self, reward: RewardSpec | None = None):
         if reward is not None:

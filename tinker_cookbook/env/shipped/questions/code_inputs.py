@@ -1,6 +1,6 @@
 """Programs as answers of debates, where a speaker writes down an input of its own for the judge to run.
 
-The question names no input but the example's. What the right output is for an input, a reference solution says: it runs in the
+The question names no input but the example's. A reference solution gives the right output for an input: it runs in the
 same sandbox, and on an input that it fails on there is nothing to check, so that its speaker loses in a debate.
 """
 

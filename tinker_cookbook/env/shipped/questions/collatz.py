@@ -1,7 +1,7 @@
-"""Collatz trails: so many steps from a number, each right or wrong by itself. One step is easy to check, all take long.
+"""Collatz trails: a number of steps, each right or wrong by itself. One step is easy to check; checking all takes long.
 
 The task collatz has twelve steps. collatz_6, collatz_24 and collatz_48 ask the same questions for as many as their names say,
-for models that `python -m tools.make_tiny_debate steps=24` makes. A trail that has come to 4 goes on with 2, 1, 4, 2, 1.
+for models that `python -m tools.make_tiny_debate steps=24` makes. A trail that has reached 4 continues with 2, 1, 4, 2, 1.
 """
 
 import re
@@ -28,7 +28,7 @@ def next_number(n: int) -> int:
 
 
 def labels_of(steps: int) -> str:
-    """The names of so many steps, 52 at most: a to z, then A to Z."""
+    """The names of that many steps, 52 at most: a to z, then A to Z."""
     return string.ascii_letters[:steps]
 
 
@@ -37,7 +37,7 @@ LABELS = labels_of(12)
 
 
 def request_of(steps: int) -> str:
-    """The request for a trail of so many steps, one of LENGTHS."""
+    """The request for a trail of `steps` steps, one of LENGTHS."""
     return (
         f"Follow the number for {LENGTHS[steps]} steps: half of an even one, three times an odd one and 1. "
         "The last goes between <SOLUTION> and </SOLUTION>."

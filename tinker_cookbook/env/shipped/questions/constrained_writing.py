@@ -57,7 +57,7 @@ def parse_rules(text: str) -> list[tuple[Rule, str]]:
         rule = RULES.get(name)
         if rule is None or rule.takes_argument != bool(colon and argument):
             known = ", ".join(f"{name}:..." if rule.takes_argument else name for name, rule in RULES.items())
-            raise DataFormatError(f"rules={text!r}: {part.strip()!r} is no rule; use {known}")
+            raise DataFormatError(f"rules={text!r}: {part.strip()!r} is not a rule; use {known}")
         if name == "at_most" and not (argument.isascii() and argument.isdigit()):
             raise DataFormatError(f"rules={text!r}: at_most takes a whole number, got {argument!r}")
         rules.append((rule, argument.casefold()))

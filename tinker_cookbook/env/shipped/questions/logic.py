@@ -52,7 +52,7 @@ def read_clues(text: str) -> list[Clue]:
         *(lambda order, a=a, n=n: order.index(a) + 1 == int(n) for a, n in _PLACE.findall(text)),
     ]
     if not clues or _PEOPLE.search(text) is None:
-        raise DataFormatError(f"question={text[:80]!r} is no puzzle with people in a queue and clues")
+        raise DataFormatError(f"question={text[:80]!r} is not a puzzle with people in a queue and clues")
     return clues
 
 

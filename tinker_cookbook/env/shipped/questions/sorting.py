@@ -1,4 +1,4 @@
-"""Sorting by insertion, written down: each step puts one more number in its place. One step is easy to check, all take long."""
+"""Sorting by insertion, written down: each step puts one more number in its place. Only a single step is quick to check."""
 
 import re
 from typing import ClassVar

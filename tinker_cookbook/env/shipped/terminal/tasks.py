@@ -97,7 +97,7 @@ class _Script:
     Attributes:
         purpose: what it does.
         text: the script that works.
-        faults: text in it -> what stands there in a broken one.
+        faults: text in it -> its replacement in a broken script.
         inputs: draws a pair of what it reads and what it prints.
     """
 
