@@ -114,18 +114,10 @@ def nested_mean(
     items = bases[0].shape[1] if bases and bases[0].ndim == 2 else 0
     if not items or any(base.ndim != 2 or base.shape[1] != items for base in bases):
         raise ValueError("values_B_R_I: one value per base model, run and item, with the same items everywhere")
-    clusters = range(items) if clusters_I is None else clusters_I
-    members: dict[object, list[int]] = {}
-    for item, cluster in enumerate(clusters):
-        members.setdefault(cluster, []).append(item)
-    groups = list(members.values())
-    rng = np.random.default_rng(seed)
-    means = np.empty(draws)
-    for draw in range(draws):
-        picked: list[int] = rng.integers(len(groups), size=len(groups)).tolist()
-        drawn = [item for group in picked for item in groups[group]]
-        chosen: list[Any] = [bases[base] for base in rng.integers(len(bases), size=len(bases)).tolist()]
-        means[draw] = _mean_of([base[rng.integers(len(base), size=len(base))][:, drawn] for base in chosen])
+    numbers: dict[object, int] = {}
+    named = range(items) if clusters_I is None else clusters_I
+    cluster_I = np.array([numbers.setdefault(one, len(numbers)) for one in named])
+    means = _drawn_means(bases, cluster_I, draws, np.random.default_rng(seed))
     means = means[~np.isnan(means)]
     mean, count = _mean_of(bases), len(bases)
     if not len(means):
@@ -135,6 +127,29 @@ def nested_mean(
         return within_range(Estimate(mean, float(bounds[0]), float(bounds[1])), low, high)
     half = student_95(count) * float(means.std(ddof=1)) * math.sqrt(count / (count - 1))
     return within_range(Estimate(mean, mean - half, mean + half), low, high)
+
+
+def _drawn_means(bases: Sequence[Any], cluster_I: Any, draws: int, rng: Any) -> Any:
+    """`_mean_of` of drawn base models, runs and clusters, (draws,); all draws at once, by how often each thing is drawn."""
+    clusters = int(cluster_I.max()) + 1
+    weights_D_I = rng.multinomial(clusters, np.full(clusters, 1 / clusters), size=draws)[:, cluster_I].astype(
+        np.float64
+    )
+    picked_D_B = rng.integers(len(bases), size=(draws, len(bases)))
+    totals_D, known_D = np.zeros(draws), np.zeros(draws)
+    for index, values_R_I in enumerate(bases):
+        runs = len(values_R_I)
+        sums_D_R = weights_D_I @ np.nan_to_num(values_R_I).T
+        counts_D_R = weights_D_I @ (~np.isnan(values_R_I)).astype(np.float64).T
+        for picked_D in picked_D_B.T:
+            here = np.flatnonzero(picked_D == index)
+            drawn_H_R = rng.multinomial(runs, np.full(runs, 1 / runs), size=len(here))
+            sums_H, counts_H = ((drawn_H_R * of_D_R[here]).sum(1) for of_D_R in (sums_D_R, counts_D_R))
+            some = counts_H > 0
+            totals_D[here[some]] += sums_H[some] / counts_H[some]
+            known_D[here[some]] += 1
+    with np.errstate(invalid="ignore"):
+        return totals_D / known_D
 
 
 def _mean_of(bases: Sequence[Any]) -> float:
