@@ -21,7 +21,7 @@ What to look at in that folder:
   debate_seed0/metrics.jsonl    one line per step (env/all/debate/judge_accuracy is that of the judge)
   debate_seed0/iteration_...    whole debates to read in a browser: answers, objections, rewards, advantages
 What to run next:
-  python -m recipes.debate_study                                all seeds; docs/debate.md: what came of it, on four base models
+  python -m recipes.debate_study                                all seeds; docs/debate.md: what came of it, on six base models
   python -m recipes.debate_study step_judge.name=lm             the tiny model itself checks the step
   python -m recipes.debate_rs_grpo judge=lm task=summary        debates of three rounds, trained on the task's reward
   python -m recipes.debate_rs_grpo model_name=Qwen/Qwen3-4B-Instruct-2507 dataset=my_questions.jsonl
