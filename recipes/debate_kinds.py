@@ -52,7 +52,7 @@ def scope_of(runs: Sequence[Run]) -> str:
     bases, seeds, steps = len(by_base(runs)), len({run.seed for run in runs}), runs[0].steps
     over_what = [f"{bases} base models"] if bases > 1 else []
     over_what += [f"{seeds} run seeds"] if steps and seeds > 1 else []
-    clustered = any(":" in part for part in runs[0].after.parts_I)
+    clustered = any(":" in part for run in runs for part in run.after.parts_I)
     clusters = "questions (those of one cluster together)" if clustered else "questions"
     one = " of one base model" if bases == 1 else ""
     return f"Intervals are over {' and '.join([*over_what, clusters])}{one}."
@@ -167,7 +167,8 @@ async def kenton(cli: FigureConfig, folder: Path) -> Drawn | None:
             Section(f"{world}: share of answers that the judge is right about, by judge", ["protocol", *judges], rows)
         )
         panels[world] = (lines, "judge's error rate", "judge is right")
-    return Drawn(tables, panels, scope_of(next(iter(runs.values()))), [KENTON_NOTE])
+    scope = scope_of([run for of_cell in runs.values() for run in of_cell])
+    return Drawn(tables, panels, scope, [KENTON_NOTE])
 
 
 def _with(runs: Mapping[str, list[Run]], world: str, judge: str) -> list[Run]:

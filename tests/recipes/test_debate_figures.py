@@ -191,6 +191,7 @@ def test_the_scope_names_what_was_drawn() -> None:
     plain = replace(one, after=measured(0.5, 0.5, ("unseen", "seen")))
     clustered = "questions (those of one cluster together)"
     assert debate_kinds.scope_of([plain]) == "Intervals are over questions of one base model."
+    assert debate_kinds.scope_of([plain, one]) == debate_kinds.scope_of([one])
     assert debate_kinds.scope_of([one]) == f"Intervals are over {clustered} of one base model."
     several = [replace(plain, base=base, seed=seed) for base in "ab" for seed in (0, 1, 2)]
     assert debate_kinds.scope_of(several) == "Intervals are over 2 base models and 3 run seeds and questions."
