@@ -293,7 +293,7 @@ def test_a_bad_archive_leaves_nothing(tmp_path: Path, content: bytes | None) -> 
 
 
 def test_addresses_that_are_none(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no file or web address"):
+    with pytest.raises(CheckpointError, match="neither a file nor a web address"):
         hosted_export("ftp://somewhere/x", tmp_path / "out")
     with pytest.raises(CheckpointError, match="could not be fetched"):
         hosted_export((tmp_path / "none").as_uri(), tmp_path / "out")

@@ -71,7 +71,7 @@ def test_prompt_distillation_the_student_agrees_without_the_prompt(tmp_path: Pat
     [
         (off_policy, "dataset=/no/such.jsonl", "no such"),
         (off_policy, "n_teacher_targets=5000", "n_teacher_targets=5000 is more than the"),
-        (off_policy, "teacher_checkpoint=tinker://run/weights/final", "no path of sampler weights"),
+        (off_policy, "teacher_checkpoint=tinker://run/weights/final", "not a path of sampler weights"),
         (off_policy, "learning_rate=0", "learning_rate: must be greater than 0"),
         (on_policy, "max_tokens=0", "max_tokens"),
         (prompt_distillation, "max_lines=0", "max_lines=0: must be at least 1"),

@@ -359,7 +359,7 @@ class TestLogic:
             generate_puzzles(1, people, random.Random(0))
 
     def test_what_is_no_puzzle(self) -> None:
-        with pytest.raises(DataFormatError, match="no puzzle"):
+        with pytest.raises(DataFormatError, match="not a puzzle"):
             solutions("Who is first?")
 
 

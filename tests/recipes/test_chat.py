@@ -141,7 +141,7 @@ class TestSystemPrompts:
 class TestRefusals:
     def test_weights_are_named_once(self, talk: Talk, tmp_path: Path) -> None:
         assert "give one of" in talk.error("model_name=tiny_chat", f"log_path={tmp_path}")
-        assert "no path of sampler weights" in talk.error(f"model_path={tmp_path}")
+        assert "not a path of sampler weights" in talk.error(f"model_path={tmp_path}")
 
     def test_a_folder_without_checkpoints(self, talk: Talk, tmp_path: Path) -> None:
         assert "no such folder" in talk.error(f"log_path={tmp_path / 'none'}")
@@ -152,5 +152,5 @@ class TestRefusals:
 
     def test_bad_settings(self, talk: Talk) -> None:
         assert "temperature" in talk.error("temperature=-1")
-        assert "max_tokens=0" in talk.error("max_tokens=0")
+        assert "max_tokens: must be greater than 0, got 0" in talk.error("max_tokens=0")
         assert "renderer" in talk.error("renderer_name=nothing_such")

@@ -107,7 +107,7 @@ def test_the_command_line_comes_last(tmp_path: Path) -> None:
     [
         (ENV + "[trainer]\nmax_step = 3", r"\[trainer\] has no key max_step; did you mean max_steps\?"),
         (ENV + "[trainer.args]\nmax_new_token = 3", "did you mean max_new_tokens"),
-        (ENV + "[trainer]\nseed = 3\n[trainer.args]\nseed = 3", r"seed stands in \[trainer\] and in \[trainer.args\]"),
+        (ENV + "[trainer]\nseed = 3\n[trainer.args]\nseed = 3", r"seed is in \[trainer\] and in \[trainer.args\]"),
         (ENV + "[trainer]\nmax_tokens = 3\nmax_new_tokens = 4", "max_tokens is given twice"),
         (ENV + "[trainer.async_config]\nmax_steps_of_policy = 3", "max_steps_off_policy"),
         (ENV + "[models]\nbase_model = 3", r"there is no table \[models\]; did you mean model\?"),

@@ -102,8 +102,8 @@ def test_tool_call(body: str, expected: ToolCall) -> None:
         ('{"name": "a", "arguments": {}, "id": 1}', "unexpected keys"),
         ("[" * 100_000, "not valid JSON"),
         (f'{{"name": "a", "arguments": {{"x": {"1" * 5000}}}}}', "not valid JSON"),
-        ('{"name": "\\ud800", "arguments": {}}', "no valid text"),
-        ('{"arguments": {"x": "\\ud800"}, "name": "a"}', "no valid text"),
+        ('{"name": "\\ud800", "arguments": {}}', "not valid text"),
+        ('{"arguments": {"x": "\\ud800"}, "name": "a"}', "not valid text"),
     ],
 )
 def test_unreadable_tool_call_keeps_its_text(body: str, error: str) -> None:

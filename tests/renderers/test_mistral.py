@@ -137,8 +137,8 @@ def test_another_shape_of_the_same_call(block: str) -> None:
         ('[{"name": "add", "arguments": {}}]', 'key "id"'),
         ('[{"name": "add", "arguments": {}, "id": "short"}]', 'key "id"'),
         (f'[{{"name": "add", "arguments": {{}}, "id": "{ID}", "x": 1}}]', "unexpected keys"),
-        (f'[{{"name": "\\ud800", "arguments": {{}}, "id": "{ID}"}}]', "no valid text"),
-        (f'[{{"name": "add", "arguments": {{"a":"\\ud800"}}, "id":"{ID}"}}]', "no valid text"),
+        (f'[{{"name": "\\ud800", "arguments": {{}}, "id": "{ID}"}}]', "not valid text"),
+        (f'[{{"name": "add", "arguments": {{"a":"\\ud800"}}, "id":"{ID}"}}]', "not valid text"),
         (f'[{{"name": "add", "arguments": {{}}, "id": "{ID}"}}][TOOL_CALLS]x', "not valid JSON"),
     ],
 )

@@ -77,7 +77,10 @@ class TestConfig:
                 r"kl_discount_factor=0.9 does not go with loss_fn=stable_reinforce",
             ),
             ({**ahead(), "off_policy_correction": OffPolicyCorrection()}, "leave off_policy_correction out"),
-            ({**ahead(), "loss_fn_config": {"verify_provenance": 1.0}}, "a resumed run with .* trains; leave it out"),
+            (
+                {**ahead(), "loss_fn_config": {"verify_provenance": 1.0}},
+                "a resumed run with .* trains on; leave it out",
+            ),
             ({**ahead(), "loss_fn_config": {"clip_high_threshold": 2.0}}, "loss_fn=stable_reinforce takes"),
             (ahead(loss_fn="reinforce"), "unknown"),
         ],

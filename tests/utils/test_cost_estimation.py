@@ -113,4 +113,4 @@ def test_a_list_that_cannot_be_had_is_said_once(
         assert load_model_pricing(url=f"{url}/no_list") is None
         assert fetch_model_pricing("a/b", url=f"{url}/ok") is None, "not tried again"
     assert len(caplog.messages) == len(asked) == 1
-    assert "no JSON list" in caplog.messages[0]
+    assert "not a JSON list" in caplog.messages[0]

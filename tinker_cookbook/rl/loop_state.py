@@ -8,9 +8,8 @@ from typing import Any
 
 from tinker_cookbook.exceptions import TrainingError
 from tinker_cookbook.rl.advantages import RoleBaselines
-from tinker_cookbook.rl.config import Config
 from tinker_cookbook.rl.curriculum import ItemPool
-from tinker_cookbook.rl.entropy import EntropyBonus
+from tinker_cookbook.rl.entropy import EntropyBonus, EntropyConfig
 from tinker_cookbook.rl.minibatch import Minibatch
 from tinker_cookbook.rl.rollouts import RolloutErrorCounter
 from tinker_cookbook.rl.sampler import WrappedTrajectoryGroup
@@ -33,14 +32,21 @@ class LoopState:
         pool: the curriculum, or the dataset's own item pool; None: there is none.
     """
 
-    def __init__(self, config: Config, session: Session, pool: ItemPool | None):
+    def __init__(
+        self,
+        session: Session,
+        untrained: UntrainedSteps,
+        role_decay: float,
+        entropy: EntropyConfig | None,
+        pool: ItemPool | None,
+    ):
         record = session.record or dict[str, Any]()
         errors = dict[str, Any](record.get(_ERRORS, {}))
-        self.role_baselines = RoleBaselines(config.advantage.role_decay, dict(record.get(_ROLES, {})))
+        self.role_baselines = RoleBaselines(role_decay, dict(record.get(_ROLES, {})))
         self.errors = RolloutErrorCounter(Counter(errors.get("counts", {})), errors.get("groups_skipped", 0))
-        self.untrained = UntrainedSteps(config, session)
+        self.untrained = untrained
         self.untrained.in_a_row = record.get(_UNTRAINED, 0)
-        self.entropy = None if config.entropy is None else EntropyBonus(config.entropy, record.get(_ENTROPY))
+        self.entropy = None if entropy is None else EntropyBonus(entropy, record.get(_ENTROPY))
         self.pool, self._stored = pool, session.checkpoints.loop_state
         if pool is not None and (state := record.get(_POOL)) is not None:
             pool.restore(state)

@@ -103,13 +103,15 @@ class StepReport:
     are on disk before a checkpoint that does not redo the step.
     """
 
-    def __init__(self, config: Config, session: Session):
-        self._config, self._session, self._writer = config, session, RecordWriter()
+    def __init__(self, session: Session):
+        self._session, self._writer = session, RecordWriter()
         self.wait, self.close = self._writer.wait, self._writer.close
 
-    def write_transcripts(self, step: int, sampled: Sequence[WrappedTrajectoryGroup], batch: Minibatch) -> None:
+    def write_transcripts(
+        self, num_groups: int, step: int, sampled: Sequence[WrappedTrajectoryGroup], batch: Minibatch
+    ) -> None:
         """Write the first groups of a step as a page, and to trackers that support them."""
-        session, shown = self._session, step_rollouts(sampled, batch).first(self._config.num_groups_shown)
+        session, shown = self._session, step_rollouts(sampled, batch).first(num_groups)
         tokenizer, tracker = session.training_client.get_tokenizer(), session.run.logger
         write_page(session.run.store, step, "train", f"Training, step {step}", shown, tokenizer)
         if tracker.takes_rollouts:
@@ -117,6 +119,7 @@ class StepReport:
 
     def write_records(
         self,
+        config: Config,
         step: int,
         sampled: Sequence[WrappedTrajectoryGroup],
         batch: Minibatch,
@@ -126,10 +129,11 @@ class StepReport:
         """Start to write the records and summaries of a step.
 
         Args:
+            config: of the run: what is written.
             logprobs_D: the trainer's, from `Loop.update`; empty if there was no update.
             metrics: of the step, with its learning rate.
         """
-        config, session = self._config, self._session
+        session = self._session
         if not config.write_records and not config.rollout_json_export:
             return
         about = run_settings(config, step, float(metrics["optim/lr"]), config.training_loss_fn())

@@ -52,6 +52,7 @@ from tinker_cookbook.rl.step_report import (
     training_data_line,
 )
 from tinker_cookbook.rl.train_steps import *  # noqa: F403  what custom loops import from here
+from tinker_cookbook.rl.untrained import UntrainedSteps
 from tinker_cookbook.runs.evaluation import EvaluationRounds, Evaluator, run_evaluators
 from tinker_cookbook.runs.outcome import RunSummary, summarize
 from tinker_cookbook.runs.progress import count_trained_tokens
@@ -175,8 +176,9 @@ class Loop:
         self.pending: PendingGroups | None = None
         """those of a run that samples ahead"""
         self.in_progress = StepInProgress()
-        self.report = StepReport(config, session)
-        self.state = LoopState(config, session, sampler.batches.pool)
+        self.report = StepReport(session)
+        untrained, decay = UntrainedSteps(config, session), config.advantage.role_decay
+        self.state = LoopState(session, untrained, decay, config.entropy, sampler.batches.pool)
         if self.state.entropy is not None:
             self.penalties = [*penalties, self.state.entropy]
         self.state.store(sampler.start)
@@ -232,7 +234,7 @@ class Loop:
             display.say(training_data_line(metrics))
         if self.config.num_groups_shown:
             with timed("write_transcripts", metrics):
-                self.report.write_transcripts(step, batch.groups, minibatch)
+                self.report.write_transcripts(self.config.num_groups_shown, step, batch.groups, minibatch)
         logprobs_D: list[torch.Tensor | None] = []
         try:
             if minibatch.data_D:
@@ -241,7 +243,7 @@ class Loop:
                 metrics |= of_update
         finally:  # keep what was sampled even if the update fails
             with timed("write_records", metrics):
-                self.report.write_records(step, batch.groups, minibatch, logprobs_D, metrics)
+                self.report.write_records(self.config, step, batch.groups, minibatch, logprobs_D, metrics)
         metrics |= {} if self.state.pool is None else self.state.pool.metrics()
         metrics |= self.progress.count(*tokens_used(minibatch, self.config.removes_groups()))
         sampled_tokens = sum(t.num_action_tokens for group in minibatch.groups for t in group.trajectories_G)
