@@ -61,19 +61,33 @@ class Tenant:
             response = await getattr(self, kind)()
         except (httpx.TimeoutException, asyncio.CancelledError, TimeoutError):
             return  # the client's own fault
+        self._count(kind, response)
+
+    async def ask_for_too_much(self) -> None:
+        """More rows at a time than it may have, each for hundreds of steps: some are refused, however fast the server is."""
+        wanted = [self.sample(num_samples=8, length=3, max_tokens=300) for _ in range(3 * ROWS // 8)]
+        for response in await asyncio.gather(*wanted):
+            self._count("sample", response)
+
+    def _count(self, kind: str, response: httpx.Response) -> None:
         self.statuses[response.status_code] += 1
         assert response.status_code < 500 or response.status_code == 503, (kind, response.status_code, response.text)
         if response.status_code == 200 and b"request_id" in response.content:
             self.accepted.append(response.json()["request_id"])
 
-    async def sample(self) -> httpx.Response:
+    async def sample(self, **given: int) -> httpx.Response:
+        drawn = {
+            "num_samples": self.random.choice([1, 2, 8, 100]),
+            "length": self.random.choice([3, 50, 200, 5000]),
+            "max_tokens": self.random.choice([1, 4, 20]),
+        } | given
         self.number += 1
         body: dict[str, Any] = {
             "sampling_session_id": self.sampler,
             "seq_id": self.number,
-            "num_samples": self.random.choice([1, 2, 8, 100]),
-            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1] * self.random.choice([3, 50, 200, 5000])}]},
-            "sampling_params": {"max_tokens": self.random.choice([1, 4, 20])},
+            "num_samples": drawn["num_samples"],
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1] * drawn["length"]}]},
+            "sampling_params": {"max_tokens": drawn["max_tokens"]},
             "prompt_logprobs": self.random.random() < 0.2,
         }
         return await self.web.post("/api/v1/asample", json=body)
@@ -199,6 +213,7 @@ def test_nobody_loses_anything(tmp_path: Path) -> None:
                 if not early and done >= REQUESTS // 10:
                     early = memory()
             for tenant in asking:
+                await tenant.ask_for_too_much()
                 for request_id in tenant.accepted:
                     reply = await tenant.result(request_id)
                     assert reply.status_code == 200 and b"there is no result" not in reply.content, "an answer is lost"
