@@ -24,7 +24,7 @@ from tinker_cookbook.cli_utils import check_log_dir, default_log_path, run_recip
 from tinker_cookbook.completers import TokensWithLogprobs
 from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.exceptions import ConfigurationError, TrainingError
-from tinker_cookbook.field_groups import Epochs, OptionalModelKey, RunFolder, SamplingSeed, ServiceKeys
+from tinker_cookbook.field_groups import Epochs, OptionalModelKey, SamplingSeed, ServiceKeys
 from tinker_cookbook.rl.algorithms import LOSS_FNS, STABLE_REINFORCE, check_loss
 from tinker_cookbook.rl.data_processing import replace_inputs, trajectory_to_data
 from tinker_cookbook.rl.minibatch import Update
@@ -44,18 +44,7 @@ RECIPE = "replay"
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(
-    Extent,
-    OptionalModelKey,
-    RateKey,
-    Epochs,
-    SamplingSeed,
-    ServiceKeys,
-    RunFolder,
-    ExistingFolderKey,
-    seed=None,
-    log_path=lambda: default_log_path(RECIPE, "run"),
-):
+class CLIConfig(Extent, OptionalModelKey, RateKey, Epochs, SamplingSeed, ServiceKeys, ExistingFolderKey, seed=None):
     """Keys of `python -m recipes.replay`. Model, rank, learning rate and loss default to the run's."""
 
     DOCS = docs(
@@ -64,7 +53,6 @@ class CLIConfig(
         num_epochs="passes over the steps",
         max_steps="the first steps of the run; None: all",
         seed="seed of a new adapter; None: the run's",
-        log_path="folder of the replay's own metrics",
     )
 
     run: str = chz.field(doc="folder of the run whose rollouts are trained on")
@@ -75,6 +63,9 @@ class CLIConfig(
     loss_fn: str | None = chz.field(default=None, doc=f"{', '.join(LOSS_FNS)}; None: the run's")
     loss_fn_config: dict[str, float] | None = chz.field(
         default=None, doc="settings of the loss; None: the run's where the loss is"
+    )
+    log_path: str = chz.field(
+        default_factory=lambda: default_log_path(RECIPE, "run"), doc="folder of the replay's own metrics"
     )
 
 

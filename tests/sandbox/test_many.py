@@ -16,7 +16,8 @@ from tinker_cookbook.sandbox.bubblewrap import _NAMELESS_USERS
 from tinker_cookbook.sandbox.control_groups import PREFIX
 
 COUNT, THREADS = 500, 8
-LIMITS = SandboxLimits(wall_s=120.0, cpu_s=2.0, memory_mb=64, processes=16, output_kb=8, disk_mb=4)
+# Memory for as many processes as are allowed: those of "forks" must meet their own limit first.
+LIMITS = SandboxLimits(wall_s=120.0, cpu_s=2.0, memory_mb=256, processes=16, output_kb=8, disk_mb=4)
 
 PROGRAMS = {
     "prints": ("echo $((6 * 7))", 0, None),
