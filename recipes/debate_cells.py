@@ -153,7 +153,7 @@ async def announce(plan: Plan) -> None:
     else:
         before, seconds = await _timed(first)
         sampled = before.tokens_per_rollout * len(before.correct_I) * first.samples
-        each = seconds * (first.tokens * TRAINING_FACTOR / sampled + first.curves)
+        each = seconds * (len(first.of_folds) * first.tokens * TRAINING_FACTOR / sampled + first.curves)
     hours = sum(map(max, left.values(), [0] * len(left))) * each / plan.processes / SECONDS_PER_HOUR
     total = sum(map(_runs_of, plan.configs.values()))
     say(f"{total} runs in {plan.folder}, {len(plan.cells)} studies: {', '.join(plan.cells)}")

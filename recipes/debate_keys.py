@@ -134,6 +134,10 @@ class StudyConfig(
             raise ConfigurationError(f"processes={self.processes}: must be greater than 0")
         if len(set(self.folds)) < len(self.folds):
             raise ConfigurationError(f"folds={','.join(self.folds)}: name each data set once")
+        if self.folds and self.dataset is not None:
+            raise ConfigurationError(
+                f"dataset={self.dataset!r} and folds are given: folds names the data sets; drop dataset"
+            )
         if self.samples % 2:
             raise ConfigurationError(f"samples={self.samples} is odd, but a debate takes two answers; make it even")
         if self.batch_tokens is not None and self.batch_tokens < 1:

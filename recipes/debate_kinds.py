@@ -19,7 +19,7 @@ from recipes.debate_cells import (
     world_cells,
 )
 from recipes.debate_figure_keys import DIRECT, FULL, QUICK, FigureConfig, Form
-from recipes.debate_results import Measured, Run, by_base, gap, lead, over, parts
+from recipes.debate_results import Measured, Run, by_base, gap, lead, over, parts, shared
 from recipes.study_common import Section, cell
 from tinker_cookbook.debate.protocols import SPOKEN
 from tinker_cookbook.debate.signals import get_signal
@@ -311,7 +311,7 @@ def _lead_at(runs: Sequence[Run], others: Sequence[Run], budget: str, x: float, 
         mine = at_budget(run, budget, x, lambda measured: measured.correct_I)
         return [one - other for one, other in zip(mine, theirs[run.base, run.seed], strict=True)]
 
-    return over([run for run in runs if (run.base, run.seed) in theirs], ahead, DIFFERENCE_OF_RATES, part)
+    return over(shared(runs, others), ahead, DIFFERENCE_OF_RATES, part)
 
 
 def _spent(runs: Sequence[Run]) -> Section:

@@ -185,15 +185,22 @@ def gap(runs: Sequence[Run]) -> Estimate:
     return over(runs, lambda run: run.after.gap_I, DIFFERENCE_OF_RATES)
 
 
+def shared(runs: Sequence[Run], others: Sequence[Run]) -> list[Run]:
+    """Those of `runs` whose base model and seed the others have too."""
+    places = {(run.base, run.seed) for run in others}
+    return [run for run in runs if (run.base, run.seed) in places]
+
+
 def lead(runs: Sequence[Run], others: Sequence[Run], part: str | None = None) -> Estimate:
-    """Accuracy of one protocol's policies minus another's, on the same items, over the base models and seeds that both have."""
+    """Accuracy of one protocol's policies minus another's, on the same items, over the base models and seeds that both have, of
+    which there must be some.
+    """
     other = {(run.base, run.seed): run.after.correct_I for run in others}
-    both = [run for run in runs if (run.base, run.seed) in other]
 
     def ahead(run: Run) -> list[float]:
         return [mine - theirs for mine, theirs in zip(run.after.correct_I, other[run.base, run.seed], strict=True)]
 
-    return over(both, ahead, DIFFERENCE_OF_RATES, part)
+    return over(shared(runs, others), ahead, DIFFERENCE_OF_RATES, part)
 
 
 def prefers(of_bases: Sequence[Run]) -> Estimate | None:
@@ -255,7 +262,7 @@ def table_rows(runs: Sequence[Run]) -> list[list[str]]:
     for protocol, of_protocol in by_protocol.items():
         one_each = [of_base[0] for of_base in by_base(of_protocol)]
         preferred = prefers(one_each)
-        rival = of_protocol if debate and protocol != "debate" else None
+        rival = of_protocol if debate and protocol != "debate" and shared(debate, of_protocol) else None
         row = [
             protocol,
             f"{fmean(run.steps for run in of_protocol):.0f}",
@@ -302,12 +309,14 @@ def rivals(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 def sentence(runs: Sequence[Run]) -> str:
     """The result in one sentence, with its scope."""
-    debates, others = [run for run in runs if run.protocol == "debate"], rivals(runs)
-    if not debates or not others:
+    debates = [run for run in runs if run.protocol == "debate"]
+    others = {name: of_name for name, of_name in rivals(runs).items() if shared(debates, of_name)}
+    if not others:
         return "Nothing to compare: the sentence needs debate and another protocol without the truth."
-    # On the base models and seeds that both have: a study that goes on may have added a signal to some alone.
+    # On what both have run: a study that is resumed may have added seeds or base models to some signals alone.
     best = min(others, key=lambda name: lead(debates, others[name]).mean)
-    difference, accuracy = lead(debates, others[best]), estimate(debates, "correct_I")
+    debates, rival = shared(debates, others[best]), shared(others[best], debates)
+    difference, accuracy = lead(debates, rival), estimate(debates, "correct_I")
     how = "beats" if difference.low > 0 else "loses to" if difference.high < 0 else "cannot be told apart from"
     tokens, bases = fmean(run.tokens for run in debates), len(by_base(debates))
     seeds = len({run.seed for run in debates})
@@ -317,7 +326,7 @@ def sentence(runs: Sequence[Run]) -> str:
     return (
         f"{scope}, at about {tokens:.0f} sampled tokens and {seeds} seed{'s' if seeds > 1 else ''}, the policy trained by debate "
         f"is right on {accuracy} of the held-out answers and {how} the best other signal without the truth, {best} "
-        f"({estimate(others[best], 'correct_I')}): difference {difference}, over {' and '.join(over)}{beyond}."
+        f"({estimate(rival, 'correct_I')}): difference {difference}, over {' and '.join(over)}{beyond}."
     )
 
 

@@ -190,13 +190,16 @@ def _last(folder: Path) -> str:
 
 
 def _between(folders: Sequence[Path], steps: int) -> list[tuple[int, list[str]]]:
-    """The steps before the last at which each folder has a checkpoint, and those."""
-    found: dict[int, list[str]] = {}
-    for folder in folders:
-        for one in load_checkpoints_file(str(folder)):
-            if one.batch is not None and one.batch < steps and one.sampler_path is not None:
-                found.setdefault(one.batch, []).append(one.sampler_path)
-    return [(step, paths) for step, paths in sorted(found.items()) if len(paths) == len(folders)]
+    """The steps before the last at which every folder has a checkpoint, each with the newest of every folder."""
+    saved = [
+        {
+            one.batch: one.sampler_path
+            for one in load_checkpoints_file(str(folder))
+            if one.batch is not None and one.batch < steps and one.sampler_path is not None
+        }
+        for folder in folders
+    ]
+    return [(step, [of_one[step] for of_one in saved]) for step in sorted(set.intersection(*map(set, saved)))]
 
 
 def spent(rows_F: Sequence[Sequence[Mapping[str, Any]]], step: int, measured: Measured) -> Point:

@@ -233,7 +233,8 @@ def announced(cli: StudyConfig, under_way: Study, per_token: float | None) -> st
     """A line about what is to run, and how long it takes by the runs that are finished, else by the measurements: seconds for a
     sampled token, if anything was measured."""
     done = [*under_way.tried.values(), *under_way.earlier.values()]
-    seconds = fmean(run.seconds for run in done) if done else cli.tokens * TRAINING_FACTOR * (per_token or 0.0)
+    tokens = cli.tokens * len(cli.of_folds)
+    seconds = fmean(run.seconds for run in done) if done else tokens * TRAINING_FACTOR * (per_token or 0.0)
     hours = seconds * len(under_way.left) / cli.processes / 3600
     by = "those that are finished" if done else "the measurements before training"
     total = len(under_way.trials) + len(under_way.asked)

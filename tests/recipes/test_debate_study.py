@@ -5,6 +5,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas
@@ -163,14 +164,24 @@ def test_the_sentence_says_what_the_interval_says(debate: float, words: str) -> 
 
 
 def test_the_best_other_signal_is_found_on_what_both_have_run() -> None:
-    """One that ran on the easier base model alone is not the better for it."""
+    """One that ran on the easier base model alone is not the better for it, and is compared on that one; one that ran nowhere
+    with debate is left out.
+    """
     easy, hard = (replace(RUNS[0], base=base, after=measured(after)) for base, after in (("easy", 0.9), ("hard", 0.3)))
-    of_both = [
+    direct = [
         replace(easy, protocol="direct", after=measured(0.8)),
         replace(hard, protocol="direct", after=measured(0.2)),
     ]
     alone = replace(easy, protocol="consultancy", after=measured(0.7))
-    assert ", direct (" in sentence([easy, hard, *of_both, alone])
+    elsewhere = replace(alone, protocol="self_consistency", base="third")
+    assert ", direct (0.50 " in sentence([easy, hard, *direct, alone, elsewhere])
+    better = replace(alone, after=measured(0.85))
+    said = sentence([easy, hard, *direct, better, elsewhere])
+    assert ", consultancy (0.85 " in said and "is right on 0.90 " in said and said.startswith("On this one base model")
+    rows = {row[0]: dict(zip(COLUMNS, row, strict=True)) for row in table_rows([easy, hard, *direct, alone, elsewhere])}
+    assert rows["self_consistency"]["debate minus this"] == "" and rows["consultancy"]["debate minus this"].startswith(
+        "0.20"
+    )
 
 
 @pytest.mark.slow
@@ -426,5 +437,15 @@ class TestFolds:
     def test_data_sets_are_named_once_and_known(self) -> None:
         with pytest.raises(ConfigurationError, match="name each data set once"):
             CLIConfig(folds=("facts", "facts"))
+        with pytest.raises(ConfigurationError, match="drop dataset"):
+            CLIConfig(folds=("facts", "other_facts"), dataset="trails")
         with pytest.raises(ConfigurationError, match="other_fact"):
             asyncio.run(debate_study.study(CLIConfig(folds=("facts", "other_fact"))))
+
+    def test_their_number_is_in_the_expected_hours(self) -> None:
+        """A run of 24,000 tokens for each of two policies, each token five times 0.1 seconds: 24,000 seconds."""
+        cli = CLIConfig(folds=("facts", "other_facts"), processes=1)
+        under_way: Any = SimpleNamespace(
+            tried={}, earlier={}, trials=[], asked=[("", "debate", 0)], left=[("", "debate", 0)]
+        )
+        assert "1 to go; about 6.67 hours" in debate_study.announced(cli, under_way, 0.1)

@@ -266,3 +266,9 @@ asyncio.run(get_sandbox("bubblewrap").run({{}}, {mark!r}, limits=SandboxLimits(w
     process.wait()
     asyncio.run(until(False))
     assert shutil.which("bwrap")
+
+
+def test_a_result_is_a_chz_object_as_upstream_s_is() -> None:
+    """Scripts copy it with other fields."""
+    changed = chz.replace(SandboxResult(stdout="a", stderr="", exit_code=0), exit_code=1)
+    assert (changed.stdout, changed.exit_code, changed.ok) == ("a", 1, False)

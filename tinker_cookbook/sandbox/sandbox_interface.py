@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import chz
@@ -39,7 +38,7 @@ class SandboxLimits(RunLimits):
     """What one run may use. A run that reaches a limit is killed; a full disk only fails the write."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@chz.chz
 class SandboxResult:
     """The result of a command.
 
@@ -57,13 +56,13 @@ class SandboxResult:
     stdout: str
     stderr: str
     exit_code: int
-    metrics: dict[str, Any] = field(default_factory=dict[str, Any])
+    metrics: dict[str, Any] = chz.field(default_factory=dict[str, Any])
     timed_out: bool = False
     truncated: bool = False
     limit: LimitName | None = None
     wall_s: float = 0.0
     cpu_s: float = float("nan")
-    workspace: bytes | None = field(default=None, repr=False)
+    workspace: bytes | None = chz.field(default=None, repr=False)
 
     @property
     def ok(self) -> bool:
