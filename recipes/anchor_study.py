@@ -3,7 +3,7 @@
 Each comes with what other libraries publish for the full task with large models: the shape that a curve should have, not
 numbers that these runs should reach.
 
-    python -m recipes.anchor_study quick=True                  # 12 runs, less than ten minutes on two free cores
+    python -m recipes.anchor_study quick=True processes=2      # 12 runs, less than ten minutes on two free cores
     python -m recipes.anchor_study sweep_dir=anchors           # 12 longer ones; the same command resumes
     python -m recipes.anchor_study tasks=wordle set.warm_up_steps=240
 

@@ -53,7 +53,7 @@ class Concurrency(FieldGroup):
 class QuickForm(FieldGroup):
     """A study's two forms."""
 
-    quick: bool = chz.field(default=False, doc="a small form, of about ten minutes on two free cores")
+    quick: bool = chz.field(default=False, doc="a small form: at most ten minutes on two free cores, with processes=2")
 
 
 BEGIN, END = "<!-- study -->", "<!-- end of study -->"

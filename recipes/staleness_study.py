@@ -5,7 +5,7 @@ mode; the first K batches are younger), with the same advantages, data and numbe
 at equal sampled tokens. Only losses differ, so a preset's advantages are replaced by those of all the others: z-scores
 of the group, divided by the reply's tokens. With nothing to see, raise `rates` and `substeps`.
 
-    python -m recipes.staleness_study quick=True                           # 63 runs, about ten minutes on two free cores
+    python -m recipes.staleness_study quick=True processes=2               # 63 runs, less than ten minutes on two free cores
     python -m recipes.staleness_study sweep_dir=stale                      # 210 runs; the same command resumes
     python -m recipes.staleness_study quick=True rates=3e-3 substeps=8     # until there is a difference
     python -m recipes.staleness_study recipe=recipes.math_rl set.model_name=Qwen/Qwen3-0.6B rates=1e-4 only_plan=True

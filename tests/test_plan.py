@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tinker_local_backend.command import parse, run
 from tinker_local_backend.engine.model.memory_plan import of_card
 from tinker_local_backend.errors import ModelLoadError
 from tinker_local_backend.plan import Config, config_of, in_columns, main, size_of
@@ -61,14 +62,19 @@ def test_rows_with_one_wide_cell_widen_no_column() -> None:
     assert text.splitlines() == [" a  b  c", " 1  a long remark about this", "22  3  4"]
 
 
-def test_as_a_command() -> None:
-    def said(*words: str) -> tuple[int, str]:
-        command = [sys.executable, "-m", "tinker_local_backend.plan", *words]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        return done.returncode, done.stdout + done.stderr
+def test_as_a_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    command = [sys.executable, "-m", "tinker_local_backend.plan", "model=qwen3-0.6b", "gpu_gib=24,80"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "tokens in a pass" in done.stdout and "GiB of each share" in done.stdout
 
-    code, text = said("model=qwen3-0.6b", "gpu_gib=24,80")
-    assert code == 0 and "tokens in a pass" in text and "GiB of each share" in text
-    assert said("model=qwen3-0.6b", "gpu_gib=0") == (2, "error: gpu_gib must be numbers above 0, got 0.0\n")
-    _, text = said("--help")
+    def ending(*words: str) -> tuple[object, str]:
+        monkeypatch.setattr(sys, "argv", ["plan", *words])
+        with pytest.raises(SystemExit) as ended:
+            run(main, parse(Config))
+        shown = capsys.readouterr()
+        return ended.value.code, shown.out + shown.err
+
+    assert ending("model=qwen3-0.6b", "gpu_gib=0") == (2, "error: gpu_gib must be numbers above 0, got 0.0\n")
+    code, text = ending("--help")
+    assert code == 0
     assert "longest datum: tokens" in text and "gpu_gib" in text and "snapshots (sampled from)" in text

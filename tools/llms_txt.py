@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from tinker_cookbook.utils.files import write_text
@@ -116,12 +117,12 @@ class _Module:
     tree: ast.Module
     is_command: bool
 
-    @property
+    @cached_property
     def summary(self) -> str:
         """The first paragraph of the docstring, as it is wrapped there."""
         return (ast.get_docstring(self.tree) or "").split("\n\n")[0]
 
-    @property
+    @cached_property
     def names(self) -> list[str]:
         """The public classes and functions, in the order of the file."""
         members = (node for node in self.tree.body if isinstance(node, _Function | ast.ClassDef))
