@@ -3,6 +3,8 @@
     python -m benchmarks.known_tasks quick=True sweep_dir=anchors
     python -m benchmarks.known_tasks tasks=reverse_text seeds=0 quick=True sweep_dir=anchors set.max_steps=4
 
+TRL replaces no groups, so `arithmetic_99` is not among the tasks.
+
 The study runs first, unless it is finished. Then the recipe and TRL begin with the same weights, those after the study's
 supervised stage and a new adapter on all linears but the unembedding, where TRL has none. Both train on the same groups in
 the same order, with the same rewards, group size, rate, rank and length of a reply. What differs is chance in sampling, and
@@ -35,6 +37,7 @@ from recipes.study_common import cell
 from tinker_cookbook import backends, weights
 from tinker_cookbook.cli_utils import parse, run_recipe
 from tinker_cookbook.env import multi_turn_env
+from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset
 from tinker_cookbook.runs.checkpoints import last_sampler_path
 from tinker_cookbook.runs.ml_log import read_metrics
@@ -49,11 +52,19 @@ MEASURES = ("before", "after", "rise", "right_before", "right_after")
 TRAINER, TRAINERS = "trainer", ("this library", "TRL")
 
 
+PLAYED = tuple(name for name, task in anchor_study.TASKS.items() if "replace_constant_groups" not in task.keys)
+
+
 @chz.chz(typecheck=True)
-class KnownTasksConfig(anchor_study.CLIConfig):
+class KnownTasksConfig(anchor_study.CLIConfig, tasks=PLAYED):
     """Keys of `python -m benchmarks.known_tasks`: those of the study, and where the result goes."""
 
     output: str = chz.field(default=RESULTS, doc="folder for the results (JSON and markdown)")
+
+    @chz.validate
+    def _check_played(self) -> None:
+        if beyond := [name for name in self.tasks if name not in PLAYED]:
+            raise ConfigurationError(f"tasks={beyond[0]}: TRL cannot train it; use {', '.join(PLAYED)}")
 
 
 async def starting(cli: Any, run_folder: Path, folder: Path) -> Any:

@@ -1,11 +1,14 @@
 """Known tasks in miniature, over seeds: those of `recipes.anchors`, and the sums of `recipes.rl_basic`.
 
+`arithmetic` has the recipe's defaults. `arithmetic_99` trains until 99 % are right: groups without a signal are replaced by
+others, since soon most have none, and the rate falls to 0.
+
 Each comes with what other libraries publish for the full task with large models: the shape that a curve should have, not
 numbers that these runs should reach.
 
-    python -m recipes.anchor_study quick=True processes=2      # 12 runs, less than ten minutes on two free cores
-    python -m recipes.anchor_study sweep_dir=anchors           # 12 longer ones; the same command resumes
-    python -m recipes.anchor_study tasks=wordle set.warm_up_steps=240
+    python -m recipes.anchor_study quick=True processes=2      # 15 runs, less than ten minutes on two free cores
+    python -m recipes.anchor_study sweep_dir=anchors           # 15 longer ones; the same command resumes
+    python -m recipes.anchor_study tasks=wordle set.warm_up_steps=480
 
 The folder gets rows.parquet (every step of every run), runs.parquet (a row per run) and anchor_study.md.
 """
@@ -32,6 +35,15 @@ SOLVED = 0.99
 """Share of held-out questions right from which on the sums count as solved."""
 
 
+_SUMS = "recipes.rl_basic"
+SUMS_SOLVED: Mapping[str, Value] = {
+    "groups_per_batch": 32,
+    "replace_constant_groups": 4,
+    "lr_schedule": "linear",
+    "num_test": 400,
+}
+
+
 class Task(NamedTuple):
     """A recipe with keys, and the published results of the task."""
 
@@ -46,11 +58,16 @@ def _anchor(name: str, published: str) -> Task:
     return Task("recipes.anchors", {"anchor": name}, 24, 12, published)
 
 
+def _sums(keys: Mapping[str, Value], steps: int) -> Task:
+    return Task(_SUMS, keys, steps, 20, "0.66 to 1 in a few steps (tinker-cookbook)")
+
+
 TASKS: Mapping[str, Task] = {
     "reverse_text": _anchor("reverse_text", "0.05 to 0.8 (prime-rl, Qwen3-0.6B)"),
     "alphabet_sort": _anchor("alphabet_sort", "0.26 to 0.81 (prime-rl, Qwen3-4B, LoRA)"),
     "wordle": _anchor("wordle", "0.2 to 1.5 (prime-rl, 1.7B)"),
-    "arithmetic": Task("recipes.rl_basic", {}, 60, 20, "0.66 to 1 in a few steps (tinker-cookbook)"),
+    "arithmetic": _sums({}, 60),
+    "arithmetic_99": _sums(SUMS_SOLVED, 120),
 }
 
 
@@ -124,9 +141,10 @@ def sentences(cli: CLIConfig, runs: "pandas.DataFrame") -> list[str]:
         for sign, how in ((1, "rose"), (-1, "fell"), (0, "neither rose nor fell by more than the interval"))
         if words[sign]
     ]
-    if "arithmetic" in cli.tasks:
-        best = runs[runs[PART] == "arithmetic"]["right_best"]
-        said.append(f"Of {len(best)} runs of arithmetic {int((best >= SOLVED).sum())} came to {SOLVED:g} right.")
+    for name in cli.tasks:
+        if TASKS[name].recipe == _SUMS:
+            best = runs[runs[PART] == name]["right_best"]
+            said.append(f"Of {len(best)} runs of {name} {int((best >= SOLVED).sum())} came to {SOLVED:g} right.")
     return said
 
 

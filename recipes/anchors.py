@@ -20,7 +20,7 @@ import chz
 
 from recipes.common import for_model
 from recipes.rl_common import dataset_of
-from recipes.warm_up import GENTLE_RATES, GameConfig, demonstrate, play_or_train
+from recipes.warm_up import GameConfig, demonstrate, play_or_train
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.env import TurnResult, multi_turn_env
 from tinker_cookbook.env.episodes import EpisodeEnv
@@ -77,7 +77,7 @@ class Anchor(ABC):
 class ReverseText(Anchor):
     """Words to write in the other order. The reward is the similarity of the reply to the right one."""
 
-    tiny_steps, max_turns = 80, 1
+    tiny_steps, max_turns = 240, 1
 
     def __init__(self, rng: random.Random) -> None:
         self.words = rng.sample(WORDS, rng.randint(2, 3))
@@ -97,7 +97,7 @@ class ReverseText(Anchor):
 class AlphabetSort(Anchor):
     """Three turns: two words to sort, then one more at a time to sort in. Each turn's similarity counts a third."""
 
-    tiny_steps, max_turns = 80, 3
+    tiny_steps, max_turns = 160, 3
 
     def __init__(self, rng: random.Random) -> None:
         self.drawn = rng.sample(WORDS, 2 + self.max_turns - 1)
@@ -129,7 +129,7 @@ class Wordle(Anchor):
     right letters in the last guess.
     """
 
-    tiny_steps, max_turns = 40, 4
+    tiny_steps, max_turns = 240, 4
     words: tuple[str, ...] = ("bad", "bag", "bed", "beg", "cab", "dab", "fab", "fad", "fed", "gab", "had", "hag")
 
     def __init__(self, rng: random.Random) -> None:
@@ -180,7 +180,7 @@ EPISODES: dict[str, type[Anchor]] = {"reverse_text": ReverseText, "alphabet_sort
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(GameConfig, rates=GENTLE_RATES, max_steps=24, groups_per_batch=16):
+class CLIConfig(GameConfig, max_steps=24, groups_per_batch=16):
     """Keys of `python -m recipes.anchors`."""
 
     anchor: str = chz.field(default="reverse_text", doc=f"the task: {', '.join(EPISODES)}")

@@ -15,6 +15,7 @@ from benchmarks.peers.trl_episodes import Lockstep, held_out, play, sequence, to
 from recipes.anchors import AlphabetSort
 from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.env import multi_turn_env
+from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl.types import EnvGroupBuilder
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
@@ -108,3 +109,9 @@ def test_without_trl_nothing_is_trained(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(BenchmarkError, match=r"trl: not installed \(pip install trl\)"):
         asyncio.run(known_tasks.main(KnownTasksConfig()))
+
+
+def test_a_task_whose_groups_are_replaced_is_refused() -> None:
+    assert KnownTasksConfig().tasks == ("reverse_text", "alphabet_sort", "wordle", "arithmetic")
+    with pytest.raises(ConfigurationError, match="tasks=arithmetic_99: TRL cannot train it"):
+        KnownTasksConfig(tasks=("arithmetic_99",))
