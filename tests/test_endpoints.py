@@ -15,7 +15,7 @@ import pytest
 
 from recipes import eval_benchmarks, single_turn
 from tests.debate.test_judges import VIEW
-from tests.waiting import HANG_SECONDS, until
+from tests.waiting import HANG_SECONDS, start_serving, until
 from tinker_cookbook import endpoints
 from tinker_cookbook.debate.judges import JudgeConfig, StepJudgeConfig, Winner, check_judge, make_judge
 from tinker_cookbook.debate.views import step_view
@@ -71,7 +71,7 @@ class Endpoint:
             def log_message(self, format: str, *args: Any) -> None: ...
 
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        start_serving(self.server)
         self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
 
     def config(self, **keys: Any) -> EndpointConfig:

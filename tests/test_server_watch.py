@@ -16,7 +16,7 @@ import tinker
 from tinker.lib.base_url import resolve_base_url
 
 from tests.child import ROOT, python_path
-from tests.waiting import HANG_SECONDS, loop_until, until
+from tests.waiting import HANG_SECONDS, loop_until, start_serving, until
 from tinker_cookbook import backends, server_watch
 from tinker_cookbook.exceptions import ConfigurationError, ServerLostError
 from tinker_cookbook.server_watch import ServerWatch, ask, server_address
@@ -51,7 +51,7 @@ def serve() -> Iterator[Callable[..., http.server.HTTPServer]]:
     def start(code: int = 200, body: bytes = Health.body, port: int = 0) -> http.server.HTTPServer:
         handler = type("Handler", (Health,), {"code": code, "body": body, "asked": 0})
         server = http.server.ThreadingHTTPServer(("127.0.0.1", port), handler)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        start_serving(server)
         servers.append(server)
         return server
 

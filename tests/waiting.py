@@ -3,6 +3,8 @@
 import asyncio
 import inspect
 import signal
+import socketserver
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,6 +36,13 @@ async def loop_at_rest() -> None:
     """Return when the event loop has done what it could: tasks that wait for nothing but each other have come to their end."""
     for _ in range(100):
         await asyncio.sleep(0)
+
+
+def start_serving(server: socketserver.BaseServer) -> threading.Thread:
+    """Serve from a thread until `server.shutdown()`, which then returns at once: by default a server looks every half second."""
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.005}, daemon=True)
+    thread.start()
+    return thread
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import pytest
 
 from tests.browser.conftest import Watched
 from tests.report.made import said, write_run, write_step
-from tests.waiting import HANG_SECONDS
+from tests.waiting import HANG_SECONDS, start_serving
 from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.report.page import write_page
 from tinker_cookbook.report.runs import open_runs
@@ -44,8 +44,7 @@ def report(tmp_path: Path, *folders: Path) -> str:
 @contextmanager
 def served(*folders: Path) -> Iterator[str]:
     with Server(Reports([str(folder) for folder in folders]), "served") as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+        thread = start_serving(server)
         try:
             yield server.url
         finally:

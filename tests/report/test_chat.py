@@ -2,7 +2,6 @@
 
 import http.client
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.report.made import write_run
-from tests.waiting import HANG_SECONDS
+from tests.waiting import HANG_SECONDS, start_serving
 from tinker_cookbook import backends
 from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.report.serve import Reports, Server
@@ -31,8 +30,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def server(run: Path) -> Iterator[Server]:
     with Server(Reports([str(run)]), "title") as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+        thread = start_serving(server)
         yield server
         server.shutdown()
         thread.join()

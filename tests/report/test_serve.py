@@ -2,7 +2,6 @@
 
 import http.client
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.report.made import write_run, write_step
-from tests.waiting import HANG_SECONDS
+from tests.waiting import HANG_SECONDS, start_serving
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.report.serve import Reports, Server
 from tinker_cookbook.utils.files import append_jsonl
@@ -29,8 +28,7 @@ def root(tmp_path: Path) -> Path:
 @pytest.fixture
 def server(root: Path) -> Iterator[Server]:
     with Server(Reports([str(root)]), "title") as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+        thread = start_serving(server)
         yield server
         server.shutdown()
         thread.join()

@@ -1,7 +1,6 @@
 """vLLM by URL, against a stand-in for the server: which routes are asked for what, and its errors and its death."""
 
 import json
-import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -12,6 +11,7 @@ import tinker
 
 from tests.engine.helpers import prompt
 from tests.samplers.stand_in import LOGPROB, NOT_A_NUMBER, REFUSED
+from tests.waiting import start_serving
 from tinker_local_backend import ModelLoadError, RequestError, SamplingClient, ServiceClient
 from tinker_local_backend.errors import SamplingError
 
@@ -90,7 +90,7 @@ class Server(ThreadingHTTPServer):
         self.without_adapters = False
         self.api_key: str | None = None
         self.asked: list[tuple[str, dict[str, Any]]] = []
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        start_serving(self)
 
     @property
     def url(self) -> str:

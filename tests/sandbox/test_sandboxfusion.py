@@ -5,7 +5,6 @@ import base64
 import json
 import subprocess
 import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.sandbox.running import LIMITS, running
+from tests.waiting import start_serving
 from tinker_cookbook.exceptions import ConfigurationError, SandboxError
 from tinker_cookbook.sandbox import SandboxFusionClient, SandboxLimits, SandboxSession, get_sandbox
 
@@ -86,8 +86,7 @@ def serving(answer: Any = run_code, code: int = 200) -> Iterator[str]:
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
+        thread = start_serving(server)
         try:
             yield f"http://127.0.0.1:{server.server_port}/run_code"
         finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from tests.waiting import HANG_SECONDS
+from tests.waiting import HANG_SECONDS, start_serving
 
 PREFIX = "/api/v1"
 _PASSED_ON = ("content-type", "accept", "x-api-key", "x-idempotency-key", "content-encoding")
@@ -80,8 +79,7 @@ def altered(url: str, fault: Fault) -> Iterator[str]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
-    thread.start()
+    thread = start_serving(server)
     try:
         yield f"http://127.0.0.1:{server.server_port}"
     finally:

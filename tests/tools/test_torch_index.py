@@ -2,12 +2,12 @@
 
 import contextlib
 import http.server
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.waiting import start_serving
 from tools import torch_index
 from tools.torch_index import CPU, answers, choose, has_nvidia_driver
 
@@ -66,7 +66,7 @@ class Index(http.server.BaseHTTPRequestHandler):
 @contextlib.contextmanager
 def serving() -> Iterator[str]:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Index) as server:
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        start_serving(server)
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
 

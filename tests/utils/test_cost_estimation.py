@@ -3,11 +3,11 @@
 import http.server
 import json
 import logging
-import threading
 from collections.abc import Iterator
 
 import pytest
 
+from tests.waiting import start_serving
 from tinker_cookbook.utils import cost_estimation
 from tinker_cookbook.utils.cost_estimation import (
     CostTracker,
@@ -86,8 +86,7 @@ def price_list(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, list[str]
             pass
 
     server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
+    thread = start_serving(server)
     yield f"http://127.0.0.1:{server.server_port}", asked
     server.shutdown()
     thread.join()
