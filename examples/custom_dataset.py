@@ -1,6 +1,6 @@
-"""A supervised dataset of one's own: sums written out as conversations, made on the fly.
+"""A custom supervised dataset: conversations that count on from a number, generated on the fly.
 
-A SupervisedDataset gives batches of datums by index; its builder is plain configuration. Run from the repository's root:
+A SupervisedDataset returns batches of datums by index; its builder is plain configuration. Run from the repository's root:
 
     python -m examples.custom_dataset
 """
@@ -27,7 +27,7 @@ MODEL, RENDERER = "example_data/tiny_chat", "qwen3_instruct"
 
 
 class CountingDataset(SupervisedDataset):
-    """Which number comes next: example i of an epoch depends on the epoch's seed and on i alone."""
+    """Counting on from a number. Batch i of an epoch depends only on the epoch's seed and on i, so a run can resume."""
 
     def __init__(self, builder: "CountingDatasetBuilder", batches: int):
         self.builder, self.batches, self.seed = builder, batches, 0

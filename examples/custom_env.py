@@ -1,8 +1,8 @@
-"""An environment of one's own, from the interfaces alone: a guessing game over two turns.
+"""A custom environment from the bare interfaces: a guessing game over two turns.
 
-The env thinks of a number from 1 to 9. The model names one, hears whether the secret is higher, and names another. Each turn
-pays for a well-formed number and for coming close. Four small classes make it trainable: Env, EnvGroupBuilder, RLDataset,
-RLDatasetBuilder. three_lines.py and ten_lines.py need less. Run from the repository's root:
+The env draws a secret number from 1 to 9. The model guesses, is told whether the secret is higher, and guesses again. Each turn's
+reward is for a well-formed number and its distance from the secret. Four small classes make the env trainable: Env,
+EnvGroupBuilder, RLDataset, RLDatasetBuilder. three_lines.py and ten_lines.py need less code. Run from the repository's root:
 
     python -m examples.custom_env
 """
@@ -36,7 +36,7 @@ MODEL, RENDERER = "example_data/tiny_chat", "qwen3_instruct"
 
 
 class GuessEnv(Env):
-    """Two guesses at a secret number. An env is used once."""
+    """Two guesses at a secret number. An env plays one episode."""
 
     def __init__(self, renderer: Renderer, secret: int):
         self.renderer, self.secret = renderer, secret
@@ -68,7 +68,7 @@ class GuessEnv(Env):
 
 
 class GuessGroup(EnvGroupBuilder):
-    """Several attempts at the same secret: their rewards are compared with each other."""
+    """Several attempts at the same secret, whose rewards are compared with each other."""
 
     def __init__(self, renderer: Renderer, secret: int, size: int):
         self.renderer, self.secret, self.size = renderer, secret, size
@@ -81,7 +81,7 @@ class GuessGroup(EnvGroupBuilder):
 
 
 class GuessDataset(RLDataset):
-    """Batch i depends on i alone, so a run resumes without replaying anything."""
+    """Batch i depends only on i, so a run resumes without replaying earlier batches."""
 
     def __init__(self, renderer: Renderer, batches: int, groups: int, group_size: int):
         self.renderer, self.batches, self.groups, self.group_size = renderer, batches, groups, group_size

@@ -1,6 +1,6 @@
-"""A custom loss: unlikelihood training, which makes given replies less likely without letting them vanish.
+"""A custom loss: unlikelihood training, which makes given replies less likely.
 
-`forward_backward_custom` gives the logprobs of each datum's targets as tensors with gradients; any differentiable function of
+`forward_backward_custom` passes the logprobs of each datum's targets as tensors with gradients; any differentiable function of
 them is a loss. Here it is -log(1 - p) per token (Welleck et al. 2020) for replies to unlearn and -log p for replies to
 keep. Run from the repository's root:
 
@@ -28,19 +28,19 @@ def make_datum(question: str, answer: str) -> tinker.Datum:
 
 
 def unlikelihood(data: list[tinker.Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
-    """data[0] is kept, data[1] unlearned. logprobs: one float32 (N,) per datum. Returns the loss and metrics."""
+    """Keeps data[0] and unlearns data[1]. logprobs: one float32 (N,) per datum. Returns the loss (a scalar) and metrics."""
     kept, unlearned = (
         values[torch.tensor(datum.loss_fn_inputs["weights"].tolist()) > 0]
         for datum, values in zip(data, logprobs, strict=True)
     )
-    # log(1 - exp(lp)), computed so that it stays finite when the model is almost sure.
+    # log(1 - exp(lp)), clamped so that it stays finite when the model is almost sure.
     less_likely = torch.log(-torch.expm1(unlearned.clamp(max=-1e-6)))
     loss = -kept.sum() - less_likely.sum()
     return loss, {"kept": float(kept.detach().exp().mean()), "unlearned": float(unlearned.detach().exp().mean())}
 
 
 async def main(steps: int = 10) -> list[dict[str, float]]:
-    """Metrics of each step: the mean probability of a token of the kept and of the unlearned reply."""
+    """Train and return the metrics of each step: the mean token probability of the kept and of the unlearned reply."""
     service = backends.create_service_client("local")
     client = await service.create_lora_training_client(MODEL, rank=8, seed=0)
     data = [make_datum(*KEEP), make_datum(*UNLEARN)]

@@ -1,6 +1,6 @@
-"""Direct preference optimization from Python: pairs of replies in a file, a run, and what it came to.
+"""Direct preference optimization from Python: pairs of replies in a file, a run, and its results.
 
-In a notebook: `summary = await train_dpo.main_async(config)`. Run from the repository's root:
+In a notebook use `summary = await train_dpo.main_async(config)`. Run from the repository's root:
 
     python -m examples.dpo
 """

@@ -1,6 +1,6 @@
-"""An environment of several turns in ten lines: the guessing game of custom_env.py, as a class that returns only what is new.
+"""A multi-turn environment in ten lines: the guessing game of custom_env.py, as a class that returns only the new messages.
 
-three_lines.py is the form for single questions. Run from the repository's root:
+three_lines.py shows the form for single questions. Run from the repository's root:
 
     python -m examples.ten_lines
 """
@@ -19,7 +19,7 @@ MODEL = "tiny_chat"
 
 
 class Guess:
-    """Two guesses at a secret number. An object plays one episode."""
+    """Two guesses at a secret number. Each object plays one episode."""
 
     opening = "Say a number from 1 to 9."
 

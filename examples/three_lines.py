@@ -1,6 +1,6 @@
 """An environment in three lines: questions, and a function that scores the replies.
 
-ten_lines.py has several turns, custom_env.py is the whole interface. Run from the repository's root:
+ten_lines.py has several turns, custom_env.py implements the full interface. Run from the repository's root:
 
     python -m examples.three_lines
 """
@@ -18,7 +18,7 @@ ROWS = [{"question": f"What is {a} + {b}?", "answer": a + b} for a in range(10) 
 
 
 def reward(question: str, reply: str, answer: str) -> tuple[float, dict[str, float]]:
-    """Half for writing a sum, half for naming the right number."""
+    """0.5 for writing a sum, 0.5 for naming the right number; with the metric `is_sum`."""
     return 0.5 * ("+" in reply) + 0.5 * (answer in reply), {"is_sum": float("+" in reply)}
 
 
