@@ -1,7 +1,7 @@
 """Tasks by which libraries are compared, in miniature: reverse_text, alphabet_sort and wordle, SFT then RL.
 
 The tasks have the names and the form of those for which prime-rl and tinker-cookbook publish curves. Texts are a few words
-here, and words a few letters, so that the shipped model can learn them in a minute; the numbers of the two are not comparable.
+here, and words a few letters, so that the shipped model can learn them in two minutes; the numbers of the two are not comparable.
 
     python -m recipes.anchors
     python -m recipes.anchors anchor=wordle
