@@ -1,4 +1,4 @@
-"""Preemption: which running sequences restart later, so that others get their pages or their row in the batch."""
+"""Preemption: which running sequences restart later, to free their pages or their rows of the batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tinker_local_backend.engine.sampling.shares import tenant_of
 
 
 def victim_for_pages(running: Sequence[Running], pages: int) -> Running:
-    """Which one to preempt when a pool of so many pages is full: the youngest of the tenants that hold more than their share."""
+    """The sequence to preempt when a pool of `pages` pages is full: the youngest of the tenants that exceed their share."""
     used: Counter[str] = Counter()
     for row in running:
         used[tenant_of(row.ticket)] += len(row.table.pages)
@@ -25,8 +25,8 @@ def victims_for_fairness(
 ) -> Iterator[Running]:
     """Sequences to preempt so that `first`, the next waiting request, gets its tenant's share of the batch and the pages.
 
-    They belong to tenants that have more than their share, and have drawn fewest tokens. The caller preempts each of them
-    before it takes the next: `running` and `pool` are read again.
+    They belong to tenants that exceed their share; those with the fewest drawn tokens come first. The caller must preempt each
+    one before it asks for the next: `running` and `pool` are read again.
     """
     tenant, rows = tenant_of(first), Counter(tenant_of(row.ticket) for row in running)
     present = rows.keys() | {tenant}
