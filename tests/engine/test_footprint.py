@@ -15,7 +15,7 @@ from tests.engine.devices import here
 from tests.engine.quantized_models import MADE, WIDE, needs
 from tinker_cookbook.models.shapes import shapes_of
 from tinker_local_backend import ServiceClient
-from tinker_local_backend.engine.model.footprint import footprint, made_bytes, parameter_count, weight_bytes
+from tinker_local_backend.engine.model.footprint import footprint, parameter_count, quantized_bytes, weight_bytes
 from tinker_local_backend.engine.model.memory_plan import of_card
 from tinker_local_backend.engine.model.quantization import VARIABLE
 from tinker_local_backend.engine.models import load_model
@@ -51,7 +51,7 @@ def test_weights_in_fewer_bits(name: str, path: str, monkeypatch: pytest.MonkeyP
     assert weight_bytes(model.module) == weight_bytes(arithmetic, name) < weight_bytes(arithmetic)
     assert parameter_count(model.module) == parameter_count(arithmetic)
     for linear in model.quantized:
-        assert linear.nbytes == made_bytes(name, (linear.out_features, linear.in_features))
+        assert linear.nbytes == quantized_bytes(name, (linear.out_features, linear.in_features))
 
 
 def qwen3_8b() -> Any:

@@ -80,7 +80,7 @@ def quantized(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 def made_arguments(name: str) -> dict[str, Any]:
-    return {"quantization_config": quantization._MADE[name][1](here().dtype, None), "device_map": {"": "cpu"}}
+    return {"quantization_config": quantization._QUANTIZERS[name][1](here().dtype, None), "device_map": {"": "cpu"}}
 
 
 def test_sampled_logprobs_are_those_of_the_reference(quantized: Quantized) -> None:

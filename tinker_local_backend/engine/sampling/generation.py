@@ -126,9 +126,8 @@ class Generator:
 
     @torch.inference_mode()
     def step(self) -> Mapping[str, int]:
-        """Decode one token for the batch whose turn it is, then prefill the admitted prompts.
-
-        Returns the tokens charged to each tenant.
+        """Decode one token for the batch whose turn it is, then prefill the admitted prompts. Returns the tokens charged to
+        each tenant.
         """
         tasks: list[PrefillTask] = []
         self._scheduler.waiting.spent.clear()
@@ -349,9 +348,8 @@ class Generator:
         self._emit(batch, hidden_RH)
 
     def _allocate_pages(self, batch: DecodeBatch) -> None:
-        """Allocate a page for each sequence whose last one is full; preempt sequences if the pool is full.
-
-        If there are enough pages, sequences near the end of a page get the next one too, so that tables change rarely.
+        """Allocate a page for each sequence whose last one is full; preempt sequences if the pool is full. If there are enough
+        pages, sequences near the end of a page get the next one too, so that tables change rarely.
         """
         growing = batch.near_end(0)
         if not growing:
@@ -406,10 +404,8 @@ class Generator:
         logprobs: Sequence[float],
         constrained: Sequence[float] | None,
     ) -> list[Running]:
-        """Append one token to each of these rows. Removes and returns the finished ones.
-
-        Args:
-            constrained: logprobs among the allowed tokens, if some row has a constraint.
+        """Append one token to each of these rows. Removes and returns the finished ones. `constrained`: logprobs among the
+        allowed tokens, if some row has a constraint.
         """
         finished: list[Running] = []
         for i, (row, token, logprob) in enumerate(zip(rows, tokens, logprobs, strict=True)):

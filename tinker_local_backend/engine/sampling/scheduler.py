@@ -77,7 +77,7 @@ class Scheduler:
         """partly prefilled prompts, at most one per tenant and kind"""
         self._arrivals = 0
         self.alone = False
-        """each pass computes one prompt, in chunks of fixed size and without cached prefixes, so results depend on nothing else"""
+        """each pass computes one prompt, in chunks of one size and without cached prefixes, so that nothing else affects it"""
 
     def add(self, ticket: Ticket) -> None:
         self._arrivals += 1
@@ -256,8 +256,8 @@ class Scheduler:
     def _chunk_end(self, request: SamplingRequest, start: int, budget: int) -> int:
         """End of the chunk from `start`: after `budget` tokens, but not inside a picture with bidirectional attention."""
         end = min(len(request.prompt), start + budget)
-        both_ways = self._vision is not None and self._vision.both_ways != "no"
-        return uncut_end(request.prompt, start, end) if both_ways else end
+        bidirectional = self._vision is not None and self._vision.bidirectional != "no"
+        return uncut_end(request.prompt, start, end) if bidirectional else end
 
     def _encode(self, request: SamplingRequest, start: int, end: int) -> Exception | None:
         """Encode a prompt's pictures at tokens start:end before the shared pass. Returns the error if that fails, so that only
