@@ -225,7 +225,7 @@ def install_quantized(model: nn.Module, keep: bool = True) -> list[QuantizedLine
     """Replace every linear that a quantizer created. Returns the quantized linears that are now in the model.
 
     keep: False dequantizes all of them to the model's dtype. The head is always dequantized, because its weight is read in
-    chunks. """
+    chunks."""
     whole: Any = model
     head = whole.get_output_embeddings()
     candidates = [(path, module, quantized_linear(module)) for path, module in model.named_modules()]
