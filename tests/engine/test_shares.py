@@ -195,7 +195,7 @@ def test_samples_and_operations_of_two_share_by_tokens() -> None:
 
     def steps(tenant: str) -> int:
         count = 0
-        while lines.samplers_go_on(count, lambda: {tenant}):
+        while lines.sampler_is_next(count, lambda: {tenant}):
             lines.charge({tenant: 40})
             count += 1
         return count
@@ -211,7 +211,7 @@ def test_samples_and_operations_of_two_share_by_tokens() -> None:
     assert steps("alice") == SAMPLER_STEPS_PER_PART, "her own samples have a fixed number"
     while lines:
         lines.run_part()
-    assert lines.samplers_go_on(0, lambda: {"bob"})
+    assert lines.sampler_is_next(0, lambda: {"bob"})
     for _ in range(1000):
         lines.charge({"bob": 40})
     lines.add("alice", "alice", operation(log, "alice", [1000, 1000]))
