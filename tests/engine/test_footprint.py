@@ -44,7 +44,7 @@ def test_plain_weights(path: str) -> None:
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=needs(package)) for name, package in MADE.items()])
-def test_weights_in_fewer_bits(name: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantized_weights(name: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, name)
     model = load_model(path)
     arithmetic = on_meta(model.config, model.dtype)

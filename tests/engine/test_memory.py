@@ -267,7 +267,7 @@ def test_what_counts_as_out_of_memory(error: Exception, expected: bool) -> None:
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=30), st.integers(60, 200))
-def test_passes_of_a_call_are_evened_out(lengths: list[int], budget: int) -> None:
+def test_passes_of_a_call_have_similar_sizes(lengths: list[int], budget: int) -> None:
     """As many as before, every example once, none larger than the largest before; without shared prefixes near the mean."""
     examples = [Example(tuple(range(100 * i, 100 * i + n)), {}) for i, n in enumerate(lengths)]
     before = divide(examples, range(len(examples)), budget, 1)

@@ -65,7 +65,7 @@ def no_weight_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(here().dtype != torch.float32, reason="in 16 bits a token may go to another expert than in float64")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=needs(*case[3])) for name, case in MIXTURES.items()])
-def test_experts_in_fewer_bits_are_dequantised_and_that_is_said(
+def test_quantized_experts_are_dequantized_with_a_warning(
     name: str, service: ServiceClient, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     kind, fields, write, _ = MIXTURES[name]
@@ -111,7 +111,7 @@ def test_none_makes_plain_weights(
 def test_a_model_without_a_linear_that_can_be_quantized_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """GPT-2's are of a class of their own, which bitsandbytes brings into fewer bits and torchao does not."""
+    """GPT-2's are of a class of their own, which bitsandbytes quantizes and torchao does not."""
     path = write_model(small_config("gpt2"), tmp_path, 0)
     monkeypatch.setenv(VARIABLE, "fp8")
     with pytest.raises(ModelLoadError, match=f"cannot be loaded: {VARIABLE}: it has no linears"):
@@ -124,7 +124,7 @@ def test_a_model_without_a_linear_that_can_be_quantized_is_refused(
 def test_other_architectures_are_sampled_trained_and_merged(
     name: str, architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights that are (in, out), layers with a state, weights that are read and not called, latent attention."""
+    """Weights that are (in, out), recurrent layers, weights that are read and not called, latent attention."""
     if architecture == "gpt2" and here().captured:
         pytest.skip("GPT-2's own code makes a tensor from a number in every pass, so nothing of it is captured")
     path = write_model(small_config(architecture), tmp_path / "model", 0)

@@ -45,7 +45,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def load_whole(name: str) -> BaseModel:
-    """Computes through its modules, as a divided one does: joined products round otherwise."""
+    """Computes through its modules, as a sharded one does: fused projections round differently."""
     model = load_model(name)
     model.decoder = None
     return model

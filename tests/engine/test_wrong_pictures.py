@@ -32,7 +32,7 @@ from tinker_local_backend.engine.model.pictures import (
     ContentNumbers,
     PassPictures,
     Picture,
-    uncut_end,
+    end_outside_picture,
 )
 from tinker_local_backend.engine.models import summary
 
@@ -181,4 +181,4 @@ class TestIds:
     )
     def test_a_chunk_ends_before_or_behind_a_picture(self, start: int, end: int, expected: int) -> None:
         first = FIRST_ID + (7 << 16)
-        assert uncut_end([1, 2, first, first + 1, first + 2, 3, 4], start, end) == expected
+        assert end_outside_picture([1, 2, first, first + 1, first + 2, 3, 4], start, end) == expected

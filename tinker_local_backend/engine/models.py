@@ -58,9 +58,9 @@ def adopt_module(name: str, module: PreTrainedModel, tokenizer: PreTrainedTokeni
 def missing_kernels(model: BaseModel) -> tuple[str, ...]:
     """Pip requirements of missing kernels for this model's recurrent layers; empty if all are installed."""
     files = {type(mixer).__module__ for mixer in model.mixers}
-    wanted = {name for file in files for name in _TAKES_KERNEL.findall(inspect.getsource(sys.modules[file]))}
+    needed = {name for file in files for name in _TAKES_KERNEL.findall(inspect.getsource(sys.modules[file]))}
     return tuple(
-        package for name, package in KERNELS.items() if name in wanted and importlib.util.find_spec(name) is None
+        package for name, package in KERNELS.items() if name in needed and importlib.util.find_spec(name) is None
     )
 
 

@@ -71,20 +71,20 @@ class SlotTable:
 
         Raises ValueError for more adapters than there are slots.
         """
-        wanted = list({id(adapter): adapter for adapter in adapters}.values())
-        if len(wanted) > len(self._adapters):
-            raise ValueError(f"{len(wanted)} adapters for {len(self._adapters)} slots")
+        distinct = list({id(adapter): adapter for adapter in adapters}.values())
+        if len(distinct) > len(self._adapters):
+            raise ValueError(f"{len(distinct)} adapters for {len(self._adapters)} slots")
         loaded = {id(adapter): slot for slot, adapter in enumerate(self._adapters) if adapter is not None}
-        slots = {id(adapter): loaded[id(adapter)] for adapter in wanted if id(adapter) in loaded}
+        slots = {id(adapter): loaded[id(adapter)] for adapter in distinct if id(adapter) in loaded}
         free = [slot for slot in self._lru if slot not in slots.values()]
         copies: list[tuple[int, Adapter]] = []
-        for adapter in wanted:
+        for adapter in distinct:
             if id(adapter) not in slots:
                 slot = free.pop(0)
                 self._adapters[slot] = adapter  # kept alive, so that its id is not reused
                 slots[id(adapter)] = slot
                 copies.append((slot, adapter))
-        used = [slots[id(adapter)] for adapter in wanted]
+        used = [slots[id(adapter)] for adapter in distinct]
         self._lru = [slot for slot in self._lru if slot not in used] + used
         return slots, copies
 

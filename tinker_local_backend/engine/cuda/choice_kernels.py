@@ -68,9 +68,9 @@ def _truncate_kernel(probs, top_k, top_p, min_p, out, probs_row, vocabulary, BLO
         # Without top-k the threshold is 0, and its tokens have no mass.
         of_ties = ties * of_tie
         above = _above(probs, vocabulary, threshold + 1, floor, False, BLOCK)
-        wanted = p.to(tl.float64) * (above + of_ties).to(tl.float64)
-        limit = wanted.to(tl.int64)
-        limit = tl.maximum(tl.where(limit.to(tl.float64) < wanted, limit + 1, limit), 1)
+        exact = p.to(tl.float64) * (above + of_ties).to(tl.float64)
+        limit = exact.to(tl.int64)
+        limit = tl.maximum(tl.where(limit.to(tl.float64) < exact, limit + 1, limit), 1)
         if limit > above:
             ties = tl.minimum(ties, (limit - above + of_tie - 1) // tl.maximum(of_tie, 1))
         else:

@@ -42,7 +42,9 @@ def unsupported(model: BaseModel) -> dict[str, str]:
         off |= dict.fromkeys(("rotary", "swiglu"), "quantized weights")
     if not any(model.attention_shape):
         off |= dict.fromkeys((DECODING, ATTENTION), "no attention layers")
-    elif not model.attends_evenly:  # the kernels need one number of heads for all layers, and values as wide as keys
+    elif (
+        not model.has_uniform_attention
+    ):  # the kernels need one number of heads for all layers, and values as wide as keys
         off |= dict.fromkeys((DECODING, ATTENTION), "heads or their widths differ")
     elif model.mixers:  # captured steps support keys in pages, but no states in slots
         off[DECODING] = "recurrent layers"

@@ -47,11 +47,11 @@ class BurstGenerator(Generator):
         super().__init__(model, kv_budget_tokens, random_seed, prefill_tokens, most)
         longest = min(model.context_length, kv_budget_tokens)
         self.decoder = Decoder(model, self._cache, graphs, longest, exact_rows)
-        self._scheduler.alone = exact_rows is not None
+        self._scheduler.isolates_prompts = exact_rows is not None
 
     def _emit(self, batch: DecodeBatch, hidden_RH: torch.Tensor) -> None:
         # Sums in an eager choice of tokens depend on the batch size. Skip it: the next step feeds the prompts' last tokens again.
-        if not self._scheduler.alone:
+        if not self._scheduler.isolates_prompts:
             super()._emit(batch, hidden_RH)
 
     def _decode(self) -> None:

@@ -59,12 +59,12 @@ class Segment:
 class Run:
     """`count` adjacent segments of one length, each a whole sequence: one batch of attention.
 
-    `alone`: a single segment that has a prefix or is one.
+    `is_single`: a single segment that has a prefix or is one.
     """
 
     first: Segment
     count: int
-    alone: bool
+    is_single: bool
 
     @property
     def length(self) -> int:
@@ -106,12 +106,12 @@ class PackedPlan:
         prefixes = {segment.prefix[0] for segment in self.segments if segment.prefix is not None}
         runs: list[Run] = []
         for segment in self.segments:
-            alone = segment.past > 0 or segment.table is not None or segment.start in prefixes
-            alone = alone or segment.start in self.blocks
-            if not alone and runs and not runs[-1].alone and runs[-1].length == segment.end - segment.start:
+            is_single = segment.past > 0 or segment.table is not None or segment.start in prefixes
+            is_single = is_single or segment.start in self.blocks
+            if not is_single and runs and not runs[-1].is_single and runs[-1].length == segment.end - segment.start:
                 runs[-1] = replace(runs[-1], count=runs[-1].count + 1)
             else:
-                runs.append(Run(segment, 1, alone))
+                runs.append(Run(segment, 1, is_single))
         return runs
 
     @cached_property

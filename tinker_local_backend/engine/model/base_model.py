@@ -26,17 +26,17 @@ from tinker_local_backend.engine.model.attention import (
 )
 from tinker_local_backend.engine.model.decoder import LayerOperations, LlamaLikeDecoder, checked_decoder
 from tinker_local_backend.engine.model.expert_matrices import ExpertSlots
-from tinker_local_backend.engine.model.experts import EXPERTS_NAME, routed_experts, without_lora
+from tinker_local_backend.engine.model.experts import EXPERTS_NAME, matrices_without_lora, routed_experts
 from tinker_local_backend.engine.model.footprint import TokenBytes, kv_bytes, token_bytes_of
 from tinker_local_backend.engine.model.grouped_experts import GROUPED_NAME
 from tinker_local_backend.engine.model.head import HeadWeights
 from tinker_local_backend.engine.model.kv_cache import KVCache, LayerShape
 from tinker_local_backend.engine.model.load_check import (
-    UnfitError,
+    UnsupportedError,
     check_passes,
     check_sequences,
-    reach,
     reference_logits,
+    usable_context_length,
 )
 from tinker_local_backend.engine.model.loading import load_module
 from tinker_local_backend.engine.model.lora import (
@@ -51,14 +51,14 @@ from tinker_local_backend.engine.model.lora_spec import LoraSpec
 from tinker_local_backend.engine.model.lora_targets import LoraTargets, install_lora, lora_targets, text_stack
 from tinker_local_backend.engine.model.mixers import install_mixers
 from tinker_local_backend.engine.model.mixing import DecodeMixing, PackedMixing
-from tinker_local_backend.engine.model.own_forward import OwnForward, attends_by_itself
+from tinker_local_backend.engine.model.original_forward import OriginalForward, has_custom_attention
 from tinker_local_backend.engine.model.paged_attention import DecodePlan
 from tinker_local_backend.engine.model.passes import AttentionPlan, Pass, Routes, SequenceMixing, running
 from tinker_local_backend.engine.model.products import float32_product
 from tinker_local_backend.engine.model.quantization import VARIABLE
 from tinker_local_backend.engine.model.quantized import install_quantized, special_linears
 from tinker_local_backend.engine.model.recomputation import Recomputation
-from tinker_local_backend.engine.model.refusals import needs_own_forward, refuse_unsupported, refused
+from tinker_local_backend.engine.model.refusals import needs_original_forward, refuse_unsupported, refused
 from tinker_local_backend.engine.model.routes import install_routes
 from tinker_local_backend.engine.model.sharding import Ranks, Shards, Step, Unsharded
 from tinker_local_backend.engine.model.states import StateCache, StateKey, StateShape
@@ -93,7 +93,7 @@ class BaseModel:
         with nullcontext() if ranks is None else ranks.loading():
             module, tokenizer = load_module(name, dtype or environment.default_dtype(device), device)
             # Sharded weights stay on the CPU, memory-mapped, until each layer is loaded.
-            expected = self._take(name, module.to(device) if ranks is None else module, tokenizer, ranks)
+            expected = self._install(name, module.to(device) if ranks is None else module, tokenizer, ranks)
         self._check(expected)
 
     @classmethod
@@ -107,10 +107,10 @@ class BaseModel:
         """
         refuse_unsupported(name, module.config.get_text_config())
         self = cls.__new__(cls)
-        self._check(self._take(name, module, tokenizer))
+        self._check(self._install(name, module, tokenizer))
         return self
 
-    def _take(
+    def _install(
         self, name: str, module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ranks: Ranks | None = None
     ) -> list[torch.Tensor] | None:
         """Plug attention, LoRA linears and recomputation into the module. Returns its reference logits, if not sharded."""
@@ -122,7 +122,7 @@ class BaseModel:
         self.module: PreTrainedModel = model.eval().requires_grad_(False)
         """transformers' module tree, with the engine's modules in it"""
         self.shards: Shards | Unsharded = Unsharded()
-        self._own_forward: OwnForward | None = None
+        self._original_forward: OriginalForward | None = None
         """None if attention.py computes its attention"""
         self.quantized = install_quantized(self.module, environment.read(VARIABLE) != "none")
         """its quantized linears"""
@@ -132,7 +132,7 @@ class BaseModel:
         """modules with all routed experts of a layer"""
         self._set_functions()
         self.execution: Execution = Reference()
-        """engine/models.py replaces it where the device has a faster one"""
+        """engine/models.py replaces it if the device has a faster one"""
         self._routing = AdapterRouting()
         self._refuse_special_weights()
         self.linears = install_lora(self.module, self._routing, self.experts)
@@ -146,8 +146,8 @@ class BaseModel:
         self._body: nn.Module = model.model if model.base_model is model else model.base_model
         self.vision: Vision | None = Vision(name, self._body, self.device) if takes_pictures(model.config) else None
         """None for a text-only model"""
-        if needs_own_forward(self.config):
-            self._run_own_forward()
+        if needs_original_forward(self.config):
+            self._run_original_forward()
         self._attention: dict[int, tuple[int, LayerShape]] = {}
         """query heads and KV shape of each attention layer"""
         self._recomputation = Recomputation()
@@ -176,25 +176,25 @@ class BaseModel:
             try:
                 self.context_length: int = self._check_passes(expected)
             except ModelLoadError:
-                if self._own_forward is not None:
+                if self._original_forward is not None:
                     raise
-                self._run_own_forward()
+                self._run_original_forward()
                 self.context_length = self._check_passes(expected)
-        if self._own_forward is not None and not self._continues:
+        if self._original_forward is not None and not self._continues:
             why = "has recurrent layers that advance by one token only, and custom attention code"
             raise refused(self.name, self.config, why)
-        if self._own_forward is not None and not self.shards.whole:
+        if self._original_forward is not None and not self.shards.whole:
             raise refused(self.name, self.config, "has custom attention code, and cannot be sharded across processes")
 
-    def _run_own_forward(self) -> None:
+    def _run_original_forward(self) -> None:
         """Run passes through transformers' original forward, with its attention."""
-        self._own_forward, self.vision = OwnForward(self._body, self._routing, self.device), None
+        self._original_forward, self.vision = OriginalForward(self._body, self._routing, self.device), None
         self._set_functions()
 
     def _set_functions(self) -> None:
         """Plug in our attention and expert functions."""
         model: Any = self.module
-        ours = ATTENTION_NAME if self._own_forward is None else "eager"
+        ours = ATTENTION_NAME if self._original_forward is None else "eager"
         parts = {"": ours, "text_config": ours, "vision_config": "sdpa"}
         model.set_attn_implementation(parts if takes_pictures(model.config) else ours)
         if self.experts:
@@ -211,7 +211,7 @@ class BaseModel:
             raise refused(self.name, self.config, f"has no list of {count} decoder layers")
         self._layers: list[nn.Module] = [layer for stack in stacks for layer in stack]
         known = [*self.experts, *self.linears.values(), *self.quantized]
-        self._beyond_lora = without_lora(nn.ModuleList(stacks), known, self.config.hidden_size)
+        self._uncovered = matrices_without_lora(nn.ModuleList(stacks), known, self.config.hidden_size)
         self._recomputation.wrap(self._layers)
 
     def recompute(self, enabled: bool) -> AbstractContextManager[None]:
@@ -233,11 +233,11 @@ class BaseModel:
         """Check the passes (load_check.py) and keep the layer properties recorded there. Returns the context length."""
         try:
             seen = check_passes(self._pass_logits, check_sequences(self.module, self.device), expected, self.dtype)
-        except UnfitError as error:
+        except UnsupportedError as error:
             raise refused(self.name, self.config, str(error)) from error
         self._attention, self._state_shapes, self._continues = seen.attention, seen.states, seen.continues
-        alone = [] if self._own_forward is None else filter(attends_by_itself, self.module.modules())
-        self._find_parts({*seen.attending, *self.mixers, *alone})
+        alone = [] if self._original_forward is None else filter(has_custom_attention, self.module.modules())
+        self._label_linears({*seen.attending, *self.mixers, *alone})
         windows = [seen.windows.get(i) for i in range(self.config.num_hidden_layers)]
         sliding = [window for window in windows if window is not None]
         if self.shards.whole and not self.quantized:  # joined products copy weights
@@ -248,9 +248,9 @@ class BaseModel:
             self.join(LayerOperations() if self.device.type == "cpu" else None)
         self.sliding_window = max(sliding) if len(sliding) == len(windows) else None
         self.has_sinks = seen.sinks
-        return reach(self.config, None if self._own_forward else seen.windows)
+        return usable_context_length(self.config, None if self._original_forward else seen.windows)
 
-    def _find_parts(self, attending: Collection[nn.Module]) -> None:
+    def _label_linears(self, attending: Collection[nn.Module]) -> None:
         """Label the linears as attention or MLP: those of attention are inside the modules that mixed tokens."""
         within = tuple(f"{path}." for path, module in self.module.named_modules() if module in attending)
         for path, linear in self.linears.items():
@@ -273,8 +273,8 @@ class BaseModel:
 
     def new_adapter(self, spec: LoraSpec, seed: int) -> Adapter:
         """A fresh adapter (LoraTargets.new_adapter). Raises ModelLoadError if it would not cover all matrices of the model."""
-        if self._beyond_lora:
-            beyond = ", ".join(self._beyond_lora)
+        if self._uncovered:
+            beyond = ", ".join(self._uncovered)
             why = f"has weights that are not linears ({beyond}): an adapter would leave them out"
             raise refused(self.name, self.config, f"{why}. It can be sampled from, not trained")
         adapter = self.targets.new_adapter(spec, seed, self.device)
@@ -299,12 +299,12 @@ class BaseModel:
     @property
     def has_routes(self) -> bool:
         """Whether routes (chosen experts) can be recorded and replayed."""
-        return bool(self.targets.experts("shared_outer")) and self._own_forward is None
+        return bool(self.targets.experts("shared_outer")) and self._original_forward is None
 
     @property
-    def attends_evenly(self) -> bool:
+    def has_uniform_attention(self) -> bool:
         """Whether all layers have the same heads, values as wide as keys, and our attention."""
-        if self._own_forward is not None:
+        if self._original_forward is not None:
             return False
         shapes = {*self._attention.values()}
         return len(shapes) <= 1 and all(shape.key_dim == shape.value_dim for _, shape in shapes)
@@ -334,9 +334,9 @@ class BaseModel:
             routes: records or replays the chosen experts, if this model `has_routes`.
         """
         spans = spans_of(adapters)
-        if self._own_forward is not None and isinstance(plan, DecodePlan | PackedPlan):
+        if self._original_forward is not None and isinstance(plan, DecodePlan | PackedPlan):
             with self.shards.computing(Step.FORWARD), running(None):
-                return self._own_forward.hidden_states(tokens_T, positions_T, plan, spans)
+                return self._original_forward.hidden_states(tokens_T, positions_T, plan, spans)
         inputs: dict[str, Any] = {"input_ids": tokens_T[None]}
         if isinstance(plan, PackedPlan) and plan.pictures is not None:
             assert self.vision is not None

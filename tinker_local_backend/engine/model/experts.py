@@ -31,7 +31,7 @@ def routed_experts(model: nn.Module) -> list[nn.Module]:
     return [module for module, weight in weights if isinstance(weight, nn.Parameter) and weight.dim() == 3]
 
 
-def without_lora(layers: nn.Module, known: Sequence[nn.Module], hidden_size: int) -> list[str]:
+def matrices_without_lora(layers: nn.Module, known: Sequence[nn.Module], hidden_size: int) -> list[str]:
     """Names of matrices in decoder layers that an adapter would miss, because they are not linears.
 
     Excludes modules in `known` (those with adapters, and routed experts, whose layout decides) and small matrices: routers, norms
@@ -51,10 +51,10 @@ def activation_width(experts: nn.Module, chosen: int) -> int:
     """Numbers saved for the backward pass per token, in a layer that routes each token to `chosen` experts."""
     weights: Any = experts.down_proj
     inner, outer = weights.shape[1:] if getattr(experts, "is_transposed", False) else weights.shape[:0:-1]
-    return kept_in_experts(chosen, int(inner), int(outer))
+    return saved_in_experts(chosen, int(inner), int(outer))
 
 
-def kept_in_experts(chosen: int, inner: int, outer: int) -> int:
+def saved_in_experts(chosen: int, inner: int, outer: int) -> int:
     """`activation_width` of experts with intermediate size `inner` and hidden size `outer`. Measured in Qwen3-MoE."""
     return chosen * (8 * inner + 3 * outer) // 2
 

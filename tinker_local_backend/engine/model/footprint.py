@@ -15,7 +15,7 @@ from torch import nn
 
 from tinker_local_backend.engine.model.decoder import is_known
 from tinker_local_backend.engine.model.expert_matrices import matrices_of
-from tinker_local_backend.engine.model.experts import activation_width, kept_in_experts, routed_experts
+from tinker_local_backend.engine.model.experts import activation_width, routed_experts, saved_in_experts
 from tinker_local_backend.engine.model.quantized import QuantizedLinear
 
 BYTES_OF_TRAINED = 16
@@ -93,7 +93,7 @@ class TokenBytes:
         return self.recomputed + self.transient
 
 
-KEEPING_LESS = "norms", "swiglu", "layers"
+MEMORY_SAVING_PARTS = "norms", "swiglu", "layers"
 """Parts of the CUDA path (cuda/execution.py) that save memory in a pass, in the order of the arguments of `token_bytes`."""
 
 
@@ -158,7 +158,7 @@ def token_bytes_of(model: Any) -> TokenBytes:
         chosen = getattr(config, "num_experts_per_tok", None)
         in_experts = activation_width(experts, chosen if isinstance(chosen, int) else experts.num_experts)
     shape = config.num_hidden_layers, config.hidden_size, (heads + kv_heads) * head_dim, mlp, in_experts
-    return token_bytes(*shape, model.dtype, mixed, *(parts.get(part) == "on" for part in KEEPING_LESS))
+    return token_bytes(*shape, model.dtype, mixed, *(parts.get(part) == "on" for part in MEMORY_SAVING_PARTS))
 
 
 def kv_bytes(numbers: int, dtype: torch.dtype) -> int:
@@ -203,7 +203,7 @@ def footprint(model: Any, quantization: str | None, rank: int, fused: bool = Tru
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kv_heads = config.num_key_value_heads
     chosen, expert = (getattr(config, name, None) or 0 for name in ("num_experts_per_tok", "moe_intermediate_size"))
-    layers, experts = config.num_hidden_layers, kept_in_experts(chosen, expert, config.hidden_size)
+    layers, experts = config.num_hidden_layers, saved_in_experts(chosen, expert, config.hidden_size)
     attended = (config.num_attention_heads + kv_heads) * width
     mlp = config.intermediate_size if not experts else getattr(config, "shared_expert_intermediate_size", None) or 0
     # `fused` assumes that fused norms and activations pass the check at start-up.

@@ -170,7 +170,7 @@ class Scorer:
     ) -> tuple[torch.Tensor, ScoreGradient]:
         """Both in one pass, for a loss whose slope at a row depends on that row alone.
 
-        Without `sloped` the rows with a slope are found from the slopes, which on a GPU synchronises for every chunk.
+        Without `sloped` the slopes are searched for non-zero rows, which on a GPU synchronises for every chunk.
         """
         logprobs, gradient = [], self._zeros(hidden)
         for start, end in self._chunks(len(hidden)):

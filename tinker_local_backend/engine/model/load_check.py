@@ -46,17 +46,17 @@ def reference_logits(module: PreTrainedModel, device: torch.device, shards: Shar
     return logits
 
 
-def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """|found - wanted| / |wanted|"""
-    return float((found - wanted).norm() / wanted.norm().clamp(min=1e-12))
+def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
+    """|result - expected| / |expected|"""
+    return float((result - expected).norm() / expected.norm().clamp(min=1e-12))
 
 
-class UnfitError(Exception):
+class UnsupportedError(Exception):
     """The engine does not compute a model as transformers does; the message says why."""
 
 
 @dataclass(frozen=True)
-class SeenLayers:
+class ObservedLayers:
     """How the layers of a model mix tokens."""
 
     attention: dict[int, tuple[int, LayerShape]]
@@ -82,7 +82,7 @@ def check_passes(
     sequences: Sequence[torch.Tensor],
     expected: Sequence[torch.Tensor],
     dtype: torch.dtype,
-) -> SeenLayers:
+) -> ObservedLayers:
     """Compare the logits of the check sequences, packed and one token at a time, with those of transformers.
 
     Unsupported models fail here: layers with unknown token mixing, attention that is not causal or uses more than queries, keys,
@@ -92,7 +92,7 @@ def check_passes(
         logits: (tokens, positions, plan) of a pass of the base model -> (T, vocabulary).
         expected: transformers' logits of each sequence.
 
-    Raises UnfitError. Errors of the device and out-of-memory errors, which say nothing about the model, are re-raised.
+    Raises UnsupportedError. Errors of the device and out-of-memory errors, which say nothing about the model, are re-raised.
     """
     whole, device = sequences[0], sequences[0].device
     together = PackedPlan.whole([len(tokens) for tokens in sequences])
@@ -118,12 +118,12 @@ def check_passes(
         if out_of_memory(error) or str(error).startswith(_DEVICE_ERRORS):
             raise
         why = "has layers that the local engine cannot run: they mix tokens by more than queries, keys and values"
-        raise UnfitError(why) from error
+        raise UnsupportedError(why) from error
     error = relative_error(torch.cat([packed, decoded]), torch.cat([*expected, expected[0][-1:]]))
     if not error <= LARGEST_ERROR[dtype]:
         why = f"has other logits in the local engine than in transformers (relative error {error:.1e})"
-        raise UnfitError(f"{why}: it has layers that the engine does not support")
-    return SeenLayers(
+        raise UnsupportedError(f"{why}: it has layers that the engine does not support")
+    return ObservedLayers(
         together.shapes,
         together.windows,
         together.sinks,
@@ -134,7 +134,7 @@ def check_passes(
     )
 
 
-def reach(config: Any, windows: Mapping[int, int | None] | None) -> int:
+def usable_context_length(config: Any, windows: Mapping[int, int | None] | None) -> int:
     """The context length in this engine. It is less than the config's if a layer does not pass its sliding window to the
     attention function, or if longer sequences change the rotary frequencies of shorter ones.
 

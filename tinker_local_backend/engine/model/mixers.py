@@ -188,10 +188,10 @@ def _cache_name(module: nn.Module) -> str:
 def _has_states(kind: type[nn.Module]) -> bool:
     """Whether the code of a module class reads or writes states."""
     takes_a_cache = any(name in inspect.signature(kind.forward).parameters for name in _CACHE_NAMES)
-    return takes_a_cache and any(_METHODS.intersection(code.co_names) for code in own_code(kind))
+    return takes_a_cache and any(_METHODS.intersection(code.co_names) for code in class_code(kind))
 
 
-def own_code(kind: type[nn.Module]) -> Iterator[CodeType]:
+def class_code(kind: type[nn.Module]) -> Iterator[CodeType]:
     """The code of all methods of a module class that are not nn.Module's."""
     for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
         for function in vars(base).values():

@@ -43,17 +43,17 @@ class Packed:
     positions: list[int] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     rows: dict[int, npt.NDArray[np.int64]] = field(default_factory=dict)
-    placed: dict[int, npt.NDArray[np.int64]] = field(default_factory=dict)
+    positions_3N: dict[int, npt.NDArray[np.int64]] = field(default_factory=dict)
     """first row -> positions (3, n) on three axes, in place of those in `positions`"""
 
     def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens (T,) and positions (T,) int64; positions (3, T) if some have three axes."""
         # Through numpy: torch.tensor of a list takes six times as long.
         positions = np.array(self.positions, dtype=np.int64)
-        if self.placed:
+        if self.positions_3N:
             positions = np.tile(positions, (3, 1))
-            for start, placed in self.placed.items():
-                positions[:, start : start + placed.shape[1]] = placed
+            for start, positions_3N in self.positions_3N.items():
+                positions[:, start : start + positions_3N.shape[1]] = positions_3N
         tokens = np.array(self.tokens, dtype=np.int64)
         return torch.from_numpy(tokens).to(device), torch.from_numpy(positions).to(device)
 
@@ -72,15 +72,15 @@ class Packed:
         table: torch.Tensor | None = None,
         state_from: int | None = None,
         state_to: int | None = None,
-        placed: npt.NDArray[np.int64] | None = None,
+        positions_3N: npt.NDArray[np.int64] | None = None,
     ) -> npt.NDArray[np.int64]:
         """Add a segment of a sequence, after its first `past` tokens (see Segment). Returns its rows of the pass.
 
-        placed: its positions, (3, n) with at least as many columns as tokens; None: past, past + 1, ...
+        positions_3N: its positions, (3, n) with at least as many columns as tokens; None: past, past + 1, ...
         """
         start = len(self.tokens)
-        if placed is not None and tokens:
-            self.placed[start] = placed[:, : len(tokens)]
+        if positions_3N is not None and tokens:
+            self.positions_3N[start] = positions_3N[:, : len(tokens)]
         self.tokens.extend(tokens)
         self.positions.extend(range(past, past + len(tokens)))
         if tokens:
@@ -140,17 +140,21 @@ def pack(
         start = len(packed.tokens)
         to = state_to(group.members, group.prefix) if group.prefix else None
         leader = group.members[0]
-        head = packed.append(sequences[leader][: group.prefix], state_to=to, placed=placed_from(pictures, leader, 0))
+        head = packed.append(
+            sequences[leader][: group.prefix], state_to=to, positions_3N=positions_from(pictures, leader, 0)
+        )
         prefix = (start, start + group.prefix) if group.prefix else None
         for i in group.members:
             rest = sequences[i][group.prefix :]
             to = state_to((i,), len(sequences[i])) if rest else None
-            tail = packed.append(rest, group.prefix, prefix, state_to=to, placed=placed_from(pictures, i, group.prefix))
+            tail = packed.append(
+                rest, group.prefix, prefix, state_to=to, positions_3N=positions_from(pictures, i, group.prefix)
+            )
             packed.rows[i] = np.concatenate([head, tail])
     return packed
 
 
-def placed_from(
+def positions_from(
     pictures: Sequence[SequencePictures | None] | None, index: int, start: int
 ) -> npt.NDArray[np.int64] | None:
     """The positions of sequence `index` from token `start` on, (3, n); None if they equal the token indices."""

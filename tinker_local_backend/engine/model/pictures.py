@@ -149,7 +149,7 @@ class ContentNumbers:
             self._used(number)
         return number, digest
 
-    def take_over(self, number: int, digest: bytes) -> None:
+    def register(self, number: int, digest: bytes) -> None:
         """Register a number that another process assigned. Raises RequestError if another picture has it here."""
         with self._lock:
             if self._digests.setdefault(number, digest) != digest:
@@ -171,7 +171,7 @@ def is_picture(token: int) -> bool:
     return token >= FIRST_ID
 
 
-def uncut_end(tokens: Sequence[int], start: int, end: int) -> int:
+def end_outside_picture(tokens: Sequence[int], start: int, end: int) -> int:
     """`end`, moved out of the picture that it would cut: to its start, or to its end if the start is not after `start`."""
     if not 0 < end < len(tokens) or not is_picture(tokens[end]) or tokens[end] != tokens[end - 1] + 1:
         return end

@@ -49,7 +49,7 @@ _OTHER_ATTENTION = frozenset(
     ("chunked_attention", "indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention")
 )
 """Layer types whose masks depend on more than a window; the last two are names of indexed_attention before transformers 5.18.
-They run through transformers' forward (own_forward.py)."""
+They run through transformers' forward (original_forward.py)."""
 
 _CONTEXT_NAMES = (
     "max_position_embeddings",
@@ -72,11 +72,11 @@ def base_model_of(name: str) -> str:
 
 def check_context(name: str, context_length: int) -> None:
     """Raise RequestError if a name asks for a longer context (in tokens) than the model has."""
-    wanted = name.partition(":peft:")[2]
-    if wanted.isdecimal() and int(wanted) > context_length:
+    requested = name.partition(":peft:")[2]
+    if requested.isdecimal() and int(requested) > context_length:
         raise RequestError(
-            f"model {name!r}: a context of {wanted} tokens is requested, but the model has {context_length}; leave "
-            f"':peft:{wanted}' out"
+            f"model {name!r}: a context of {requested} tokens is requested, but the model has {context_length}; leave "
+            f"':peft:{requested}' out"
         )
 
 
@@ -118,7 +118,7 @@ def context_length(config: Any) -> int | None:
     return next((length for length in stated if isinstance(length, int) and length > 0), None)
 
 
-def needs_own_forward(config: Any) -> bool:
+def needs_original_forward(config: Any) -> bool:
     """Whether a model with this text config needs transformers' forward for attention that the check at load cannot distinguish
     from plain attention: chunked, sparse, or with a position-dependent temperature.
     """

@@ -49,8 +49,8 @@ class Replay:
 
     def note(self, index: int, chosen_Tk: torch.Tensor) -> None:
         """Raise RequestError if the router chose other experts."""
-        wanted_Tk = self.layer(index)
-        if bool(((wanted_Tk != FREE) & (wanted_Tk != chosen_Tk)).any()):
+        replayed_Tk = self.layer(index)
+        if bool(((replayed_Tk != FREE) & (replayed_Tk != chosen_Tk)).any()):
             raise RequestError("route_replay: the routers of this model do not choose through torch.topk; leave it out")
 
 
@@ -81,9 +81,9 @@ def _forward(forward: Callable[..., Any], index: int, experts: Any, *args: Any, 
 class _Choosing(TorchFunctionMode):
     """Within: `torch.topk` over the scores of all experts returns these experts (T, k), with their scores."""
 
-    def __init__(self, wanted_Tk: torch.Tensor, experts: int):
+    def __init__(self, replayed_Tk: torch.Tensor, experts: int):
         super().__init__()
-        self._wanted_Tk, self._experts = wanted_Tk, experts
+        self._wanted_Tk, self._experts = replayed_Tk, experts
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -94,6 +94,6 @@ class _Choosing(TorchFunctionMode):
         scores, chosen = args[0], result.indices
         if scores.shape[-1] != self._experts or chosen.shape[-1] != self._wanted_Tk.shape[1]:
             return result  # a choice among groups of experts
-        wanted = self._wanted_Tk.view(chosen.shape)
-        wanted = torch.where(wanted == FREE, chosen, wanted)
-        return torch.return_types.topk((scores.gather(-1, wanted), wanted))  # pyright: ignore[reportCallIssue]
+        replayed = self._wanted_Tk.view(chosen.shape)
+        replayed = torch.where(replayed == FREE, chosen, replayed)
+        return torch.return_types.topk((scores.gather(-1, replayed), replayed))  # pyright: ignore[reportCallIssue]

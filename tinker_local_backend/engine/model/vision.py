@@ -84,7 +84,7 @@ def takes_pictures(config: Any) -> bool:
     return config.model_type in FAMILIES and getattr(config, "vision_config", None) is not None
 
 
-def sees(body: nn.Module | type[nn.Module]) -> bool:
+def takes_picture_embeddings(body: nn.Module | type[nn.Module]) -> bool:
     """Whether the forward pass of a model takes embeddings of pictures (transformers 5.18 or later; earlier ones drop them)."""
     return "mm_encoder_outputs" in inspect.signature(body.forward).parameters
 
@@ -113,7 +113,8 @@ class Vision:
         self._known: weakref.WeakValueDictionary[int, Picture] = weakref.WeakValueDictionary()
         self._recent: OrderedDict[int, Picture] = OrderedDict()
         self._recent_bytes = 0
-        self.refusal = "" if sees(body) else f"pictures need transformers 5.18 or later, {VERSION} is installed"
+        too_old = f"pictures need transformers 5.18 or later, {VERSION} is installed"
+        self.refusal = "" if takes_picture_embeddings(body) else too_old
         """why pictures cannot be used; "" if they can"""
         self.encoded = 0
         """pictures that went through the vision tower"""
@@ -188,7 +189,7 @@ class Vision:
         """Replace the pictures of a sequence from another process by this process's equal ones, if it has them."""
         adopted: list[Picture] = []
         for picture in pictures.pictures:
-            self._numbers.take_over(picture.content, picture.digest)
+            self._numbers.register(picture.content, picture.digest)
             with self._lock:
                 adopted.append(self._known.setdefault(picture.content, picture))
         return replace(pictures, pictures=tuple(adopted))

@@ -75,7 +75,7 @@ class Matcher:
 
     def _fail(self, why: str) -> None:
         kind = self._constraint.kind
-        self.problem = f"constraint {kind} cannot go on here: {why.strip():.500}; change it, or the stop tokens"
+        self.problem = f"constraint {kind} cannot continue here: {why.strip():.500}; change it, or the stop tokens"
 
 
 class Grammar:

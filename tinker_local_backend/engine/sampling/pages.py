@@ -103,7 +103,7 @@ class PagePool:
         Raises PoolFullError, and changes nothing, if these are not enough.
         """
         if count > self.available:
-            raise PoolFullError(f"{count} pages wanted, {self.available} of {self.limit} available")
+            raise PoolFullError(f"{count} pages requested, {self.available} of {self.limit} available")
         self._grow(count - len(self._free), min(self.soft_limit, self.limit))
         while len(self._free) < count and self.prefixes.idle:
             self.prefixes.evict(next(iter(self.prefixes.idle)))

@@ -33,11 +33,11 @@ def victims_for_fairness(
     if len(present) < 2:
         return
     row_share, page_share = max(1, max_running // len(present)), pool.limit // len(present)
-    wanted = min(len(first.todo), row_share - rows[tenant])
-    needed = min(page_share, pages_for(len(first.request.prompt)) + max(0, wanted))
+    requested = min(len(first.todo), row_share - rows[tenant])
+    needed = min(page_share, pages_for(len(first.request.prompt)) + max(0, requested))
     while running:
-        too_few_rows = wanted > max_running - len(running)
-        too_few_pages = wanted > 0 and needed > pool.available
+        too_few_rows = requested > max_running - len(running)
+        too_few_pages = requested > 0 and needed > pool.available
         others = [name for name in rows if name != tenant and rows[name]]
         if not others or not (too_few_rows or too_few_pages):
             return

@@ -15,7 +15,7 @@ import torch
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.kv_cache import KVSlots
 from tinker_local_backend.engine.model.lora import Adapter, Spans, group_rows
-from tinker_local_backend.engine.model.packing import Packed, pack, placed_from, prefix_groups
+from tinker_local_backend.engine.model.packing import Packed, pack, positions_from, prefix_groups
 from tinker_local_backend.engine.model.pictures import FIRST_ID
 from tinker_local_backend.engine.sampling.constraints import grammar_of, masks_of
 from tinker_local_backend.engine.sampling.pages import PAGE_TOKENS, PagePool, PageStore, PageTable, pages_for
@@ -155,8 +155,10 @@ def _pack_whole(
             past, prompt = len(task.request.prompt) - 1, task.request.prompt
             table = _page_slots(task, device) if past else None
             begin, end = before_last.get(i), task.table.state
-            placed = _placed(task, past)
-            last = packed.append(prompt[-1:], past, table=table, state_from=begin, state_to=end, placed=placed)
+            positions_3N = _positions_from(task, past)
+            last = packed.append(
+                prompt[-1:], past, table=table, state_from=begin, state_to=end, positions_3N=positions_3N
+            )
             rows_of[i] = np.concatenate([rows_of[i], last])
 
 
@@ -166,22 +168,26 @@ def _pack_chunk(task: PrefillTask, packed: Packed, device: torch.device) -> np.n
     begin, states, before = state if task.done else None, task.store.states, len(chunk) - 1
     # The state before a chunk's only token is the cached prefix's, which stays cached unless its page is appended to.
     if states is None or state is None or not (task.complete and task.cached and (before or task.in_place)):
-        placed = _placed(task, task.done)
-        return packed.append(chunk, task.done, table=table, state_from=begin, state_to=state, placed=placed)
+        positions_3N = _positions_from(task, task.done)
+        return packed.append(chunk, task.done, table=table, state_from=begin, state_to=state, positions_3N=positions_3N)
     (kept,) = states.allocate() if before else states.copies(state, 1)
     task.kept.append((task.end - 1, kept))
     rows = np.zeros(0, dtype=np.int64)
     if before:
-        placed = _placed(task, task.done)
-        rows = packed.append(chunk[:-1], task.done, table=table, state_from=begin, state_to=kept, placed=placed)
-    placed = _placed(task, task.end - 1)
-    last = packed.append(chunk[-1:], task.end - 1, table=table, state_from=kept, state_to=state, placed=placed)
+        positions_3N = _positions_from(task, task.done)
+        rows = packed.append(
+            chunk[:-1], task.done, table=table, state_from=begin, state_to=kept, positions_3N=positions_3N
+        )
+    positions_3N = _positions_from(task, task.end - 1)
+    last = packed.append(
+        chunk[-1:], task.end - 1, table=table, state_from=kept, state_to=state, positions_3N=positions_3N
+    )
     return np.concatenate([rows, last])
 
 
-def _placed(task: PrefillTask, start: int) -> np.ndarray | None:
+def _positions_from(task: PrefillTask, start: int) -> np.ndarray | None:
     """The positions of a prompt from token `start` on; None if they equal the token indices."""
-    return placed_from([task.request.pictures], 0, start)
+    return positions_from([task.request.pictures], 0, start)
 
 
 def _page_slots(task: PrefillTask, device: torch.device) -> torch.Tensor:

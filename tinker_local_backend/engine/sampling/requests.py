@@ -65,7 +65,7 @@ class PromptScoring:
     forced: ForcedCompletion | None = None
 
     @property
-    def wanted(self) -> bool:
+    def requested(self) -> bool:
         some = self.logprobs or self.topk > 0 or self.targets is not None or self.alternatives > 0
         return some or self.forced is not None
 

@@ -109,7 +109,7 @@ class Ticket:
     @property
     def wants_scores(self) -> bool:
         """Whether the prompt has yet to be scored."""
-        return self.prompt is None and self.request.scoring.wanted
+        return self.prompt is None and self.request.scoring.requested
 
     def restart(self) -> None:
         """Drop what was sampled so far. The seed stays, so the same tokens are drawn again."""

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from tinker_local_backend.engine.model.pictures import uncut_end
+from tinker_local_backend.engine.model.pictures import end_outside_picture
 from tinker_local_backend.engine.model.vision import Vision
 from tinker_local_backend.engine.sampling.out_of_memory import MemoryBackoff
 from tinker_local_backend.engine.sampling.pages import PAGE_TOKENS, PageStore, pages_for
@@ -76,7 +76,7 @@ class Scheduler:
         self.chunked: list[PrefillTask] = []
         """partly prefilled prompts, at most one per tenant and kind"""
         self._arrivals = 0
-        self.alone = False
+        self.isolates_prompts = False
         """each pass computes one prompt, in chunks of one size and without cached prefixes, so that nothing else affects it"""
 
     def add(self, ticket: Ticket) -> None:
@@ -122,11 +122,13 @@ class Scheduler:
         if not (self.waiting or self.chunked):
             return
         budget = self._backoff.prefill_tokens
-        shared = max(1, budget // RUNNING_SHARE) if running or self.alone else budget
+        shared = max(1, budget // RUNNING_SHARE) if running or self.isolates_prompts else budget
         pass_ = _Pass(tasks, shared, running // RESERVE_SHARE, rows=running)
         chunked = self._next_chunked(scoring)
         takes_more = chunked is None or self._continue(chunked, pass_)
-        while takes_more and not (self.alone and tasks) and (ticket := self._next_waiting(scoring)) is not None:
+        while (
+            takes_more and not (self.isolates_prompts and tasks) and (ticket := self._next_waiting(scoring)) is not None
+        ):
             takes_more = self._admit(ticket, pass_)
         if chunked is None:  # the next request may wait for pages of a chunked prompt
             for task in [task for task in self.chunked if scoring or not scores(_first(task))]:
@@ -173,14 +175,14 @@ class Scheduler:
         if ticket.dropped:
             self._dequeue(ticket)
             return True
-        wanted = min(len(ticket.todo), self._backoff.running - pass_.rows)
-        if ticket.todo and wanted < 1:
+        requested = min(len(ticket.todo), self._backoff.running - pass_.rows)
+        if ticket.todo and requested < 1:
             return False
         task = pass_.by_prompt.get(_prompt_key(ticket.request))
-        if task is not None and (task.stored or not wanted) and not (ticket.wants_scores and task.done):
-            admitted = self._add_samples(ticket, pass_, task, wanted)
+        if task is not None and (task.stored or not requested) and not (ticket.wants_scores and task.done):
+            admitted = self._add_samples(ticket, pass_, task, requested)
         else:
-            task = self._admit_prompt(ticket, pass_, wanted)
+            task = self._admit_prompt(ticket, pass_, requested)
             admitted = task is not None
         if task is None or not admitted:
             return ticket.finished
@@ -200,27 +202,27 @@ class Scheduler:
         """Pages that this pass may still use."""
         return self._pool.available - pass_.promised - pass_.reserve
 
-    def _add_samples(self, ticket: Ticket, pass_: _Pass, task: PrefillTask, wanted: int) -> bool:
+    def _add_samples(self, ticket: Ticket, pass_: _Pass, task: PrefillTask, requested: int) -> bool:
         """Add samples of a prompt that is already in this pass. Returns whether any fit."""
-        count = min(wanted, self._room(pass_))
-        if wanted and count < 1:
+        count = min(requested, self._room(pass_))
+        if requested and count < 1:
             return False
         task.entries.append((ticket, ticket.take_samples(count)))
         pass_.rows += count
         pass_.promised += count
         return True
 
-    def _admit_prompt(self, ticket: Ticket, pass_: _Pass, wanted: int) -> PrefillTask | None:
+    def _admit_prompt(self, ticket: Ticket, pass_: _Pass, requested: int) -> PrefillTask | None:
         """Add a prompt that is not yet in this pass. Returns None if it does not fit."""
         request, pool = ticket.request, self._pool
         length = len(request.prompt)
         match = PrefixMatch()
-        if not (ticket.wants_scores or self.alone):
+        if not (ticket.wants_scores or self.isolates_prompts):
             match = pool.prefixes.lookup(request.weights, request.prompt, request.origin.prefixes)
         left = length - match.tokens
         if pass_.tasks and left > pass_.budget - pass_.tokens:
             return None
-        if not wanted and (left <= pass_.budget or pages_for(length) > pool.limit):
+        if not requested and (left <= pass_.budget or pages_for(length) > pool.limit):
             in_one = left <= pass_.budget
             end = length if in_one else self._chunk_end(request, 0, pass_.budget)
             if error := self._encode(request, 0, end):
@@ -237,9 +239,9 @@ class Scheduler:
         in_last_page = length % PAGE_TOKENS > 0  # the first sample appends to it; each other one needs a copy
         spare = self._room(pass_) - prompt_pages
         # If pages are scarce, append in place to a cached tail page that only this prompt reads.
-        in_place = match.tail is not None and match.tail.readers == 1 and spare < wanted - in_last_page
-        count = min(wanted, spare + in_place + in_last_page)
-        if spare + in_place < 0 or (wanted and count < 1):
+        in_place = match.tail is not None and match.tail.readers == 1 and spare < requested - in_last_page
+        count = min(requested, spare + in_place + in_last_page)
+        if spare + in_place < 0 or (requested and count < 1):
             pool.free(match.all_pages)
             return None
         end = self._chunk_end(request, match.tokens, pass_.budget)
@@ -257,7 +259,7 @@ class Scheduler:
         """End of the chunk from `start`: after `budget` tokens, but not inside a picture with bidirectional attention."""
         end = min(len(request.prompt), start + budget)
         bidirectional = self._vision is not None and self._vision.bidirectional != "no"
-        return uncut_end(request.prompt, start, end) if bidirectional else end
+        return end_outside_picture(request.prompt, start, end) if bidirectional else end
 
     def _encode(self, request: SamplingRequest, start: int, end: int) -> Exception | None:
         """Encode a prompt's pictures at tokens start:end before the shared pass. Returns the error if that fails, so that only

@@ -59,7 +59,7 @@ def tenant_of(ticket: Ticket) -> str:
 
 def scores(ticket: Ticket) -> bool:
     """Whether a request is for the scores of its prompt rather than for samples."""
-    return ticket.request.scoring.wanted and ticket.request.max_tokens <= 1
+    return ticket.request.scoring.requested and ticket.request.max_tokens <= 1
 
 
 class Waiting:

@@ -25,7 +25,7 @@ class ActivationBudget:
 
     def __init__(self, model: BaseModel):
         self._model, self._device = model, model.device
-        self.evens_out = self._device.type == "cuda"
+        self.prefers_even_passes = self._device.type == "cuda"
         """whether the passes of a call should have similar sizes: on a GPU a small pass takes as long as one of some thousand
         tokens, because launching its kernels takes that long"""
         megabytes = environment.read("TINKER_LOCAL_ACTIVATION_MB")

@@ -84,7 +84,7 @@ def each_micro_batch(
     """
     budget = ActivationBudget(model)
     waiting = divide(examples, range(len(examples)), budget.tokens, min_micro_batches())
-    if budget.evens_out:
+    if budget.prefers_even_passes:
         waiting = even_passes(examples, waiting, budget.tokens)
     waiting.reverse()
     force = False

@@ -177,10 +177,10 @@ def _split_outputs(
 
 def _wants_entropies(config: dict[str, float], backward: bool) -> bool:
     """Whether entropies are requested; removes the key from the config."""
-    wanted = bool(config.pop(ENTROPIES, 0.0))
-    if wanted and backward:
+    requested = bool(config.pop(ENTROPIES, 0.0))
+    if requested and backward:
         raise RequestError("loss_fn_config['entropies'] is for a forward pass; call forward, or leave it out")
-    return wanted
+    return requested
 
 
 def _find_broken(

@@ -21,7 +21,7 @@ from transformers import Cache
 from tinker_local_backend.engine.model.attention import PackedPlan, Segment
 from tinker_local_backend.engine.model.kv_cache import KVSlots, LayerShape
 from tinker_local_backend.engine.model.lora import AdapterRouting, Spans, group_rows, owners_of
-from tinker_local_backend.engine.model.mixers import LayerStates, MixerCache, own_code
+from tinker_local_backend.engine.model.mixers import LayerStates, MixerCache, class_code
 from tinker_local_backend.engine.model.paged_attention import DecodePlan, Ints
 from tinker_local_backend.engine.model.states import StateCache, StateKey
 
@@ -114,7 +114,7 @@ class SequenceCache(MixerCache, Cache):
 
 
 @dataclass(frozen=True, eq=False)
-class OwnForward:
+class OriginalForward:
     """Runs the passes of a model through transformers' forward."""
 
     body: nn.Module
@@ -226,11 +226,11 @@ class OwnForward:
         return SequenceCache(tokens, length, before, write, initial)
 
 
-def attends_by_itself(module: nn.Module) -> bool:
+def has_custom_attention(module: nn.Module) -> bool:
     """Whether the code of a module itself writes keys to a cache."""
     return any(
         _CALLS.intersection(code.co_names) and {"past_key_values", "layer_past"}.intersection(code.co_varnames)
-        for code in own_code(type(module))
+        for code in class_code(type(module))
     )
 
 
