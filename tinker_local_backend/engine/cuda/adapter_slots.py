@@ -24,7 +24,7 @@ SLOTS = 8
 
 
 MIN_RANK = 16
-"""Least rank of a slot. The kernels need powers of two; other ranks are padded with zeros."""
+"""Minimum rank of a slot. The kernels need powers of two; other ranks are padded with zeros."""
 
 BLOCK_RANK = 64
 """Ranks per block of the kernels: 256 ranks or more at once would exceed a GPU's shared memory."""

@@ -17,7 +17,7 @@ PACKAGE = "flash_attn.cute"
 CAPABILITIES = (9, 10)
 """Major compute capabilities for which the package has forward and backward varlen kernels."""
 MIN_SCORES = 1 << 24
-"""Least query-key pairs of a pass, per head, for which the kernel is used: as in 16 sequences of 1,024 tokens."""
+"""Minimum query-key pairs of a pass, per head, for which the kernel is used: as in 16 sequences of 1,024 tokens."""
 
 
 def missing(device: torch.device) -> str | None:

@@ -59,7 +59,7 @@ class Segment:
 class Run:
     """`count` adjacent segments of one length, each a whole sequence: one batch of attention.
 
-    `is_single`: a single segment that has a prefix or is one.
+    `is_single`: one segment that cannot be batched, because it has past tokens, is a prefix, or has pictures.
     """
 
     first: Segment

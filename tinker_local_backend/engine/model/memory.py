@@ -63,7 +63,7 @@ def max_pass_tokens(device: torch.device) -> int:
 
 
 def enough_pass_tokens(device: torch.device) -> int:
-    """Tokens above which a pass is large enough not to need recomputed layers."""
+    """Tokens of a pass above which recomputing layers to pack more is not worth it."""
     return ENOUGH_TOKENS_CUDA if device.type == "cuda" else ENOUGH_TOKENS_CPU
 
 

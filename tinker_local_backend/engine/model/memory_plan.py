@@ -39,7 +39,7 @@ GRAPH_BYTES_OF_LOGIT = 16
 more, which is freed when training needs it."""
 
 CACHE_TOKENS = 8192
-"""Least tokens of the KV cache, unless they take more than half of the divided memory."""
+"""Minimum tokens of the KV cache, unless they take more than half of the divided memory."""
 BATCH_TOKENS, BATCH_SHARE = 48 * 1024, 0.4
 """Tokens of a KV cache for a batch, if training has enough memory next to them and they take no more than this share."""
 

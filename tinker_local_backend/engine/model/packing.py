@@ -20,7 +20,7 @@ from tinker_local_backend.engine.model.pictures import PassPictures, SequencePic
 from tinker_local_backend.engine.model.states import StateCache
 
 MIN_SHARED = 8
-"""Least tokens of a shared prefix: shorter ones are not worth a separate segment."""
+"""Minimum tokens of a shared prefix: shorter ones are not worth a separate segment."""
 
 
 @dataclass(frozen=True)

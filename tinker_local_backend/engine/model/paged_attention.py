@@ -34,10 +34,10 @@ MAX_SPREAD = 2
 """A class of n pages is read as a view of at most MAX_SPREAD * n slots; otherwise its pages are gathered."""
 
 MAX_WASTE = 32
-"""Wasted slots and gathered pages per step above which pages are compacted,"""
+"""Wasted slots and gathered pages per step up to which pages are not compacted."""
 
 WASTE_SHARE = 4
-"""if they are also more than 1 / WASTE_SHARE of all pages."""
+"""Nor are they while these are at most 1 / WASTE_SHARE of all pages."""
 
 MAX_PADDING = 256
 """Empty reader seats of shared pages above which a class is split: each class costs some microseconds."""

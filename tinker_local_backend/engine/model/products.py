@@ -21,16 +21,16 @@ from torch.nn import functional as F
 logger = logging.getLogger(__name__)
 
 MIN_PRODUCT = 3 << 19
-"""Least multiplications of a product for which oneDNN is faster; its overhead is about 12 us."""
+"""Minimum multiplications of a product for which oneDNN is faster; its overhead is about 12 us."""
 
 MIN_ROWS = 3
 """With fewer rows, memory bandwidth limits both."""
 
 MIN_PACKED = 1 << 17
-"""Least elements of a weight for which packing is faster, for any number of rows: by 2.0 for 4, 1.5 for 16, 1.2 for 64, 1.05 for
-512 (measured on an AMD EPYC with AVX-512, in float32; a little less in bfloat16). Without AVX-512 it is faster by about 1.3 for 2
-to 8 rows and 1.1 for 16; there one row of a weight below 2^20 elements, and more than 64 rows, take up to 1.9 and 1.2 times as
-long as with MKL."""
+"""Minimum elements of a weight for which packing is faster, for any number of rows: by 2.0 for 4, 1.5 for 16, 1.2 for 64, 1.05
+for 512 (measured on an AMD EPYC with AVX-512, in float32; a little less in bfloat16). Without AVX-512 it is faster by about 1.3
+for 2 to 8 rows and 1.1 for 16; there one row of a weight below 2^20 elements, and more than 64 rows, take up to 1.9 and 1.2 times
+as long as with MKL."""
 
 PACKED_ROWS = 64
 """Number of rows for which the layout of packed weights is optimised; it works for any number."""

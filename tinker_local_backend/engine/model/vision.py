@@ -186,7 +186,7 @@ class Vision:
         return pictures
 
     def adopt(self, pictures: SequencePictures) -> SequencePictures:
-        """Replace the pictures of a sequence from another process by this process's equal ones, if it has them."""
+        """Replace the pictures of a sequence from another process by equal pictures of this process, if it has them."""
         adopted: list[Picture] = []
         for picture in pictures.pictures:
             self._numbers.register(picture.content, picture.digest)

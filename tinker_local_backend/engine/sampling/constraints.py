@@ -29,7 +29,7 @@ MAX_GRAMMARS = 64
 """Compiled constraints cached per model, in LRU order."""
 
 PARALLEL_ROWS = 8
-"""Least number of rows for which masks are computed on several threads."""
+"""Minimum number of rows for which masks are computed on several threads."""
 
 Bits = npt.NDArray[np.int32]
 """Bit i % 32 of word i // 32 is set if token i is allowed."""

@@ -2,7 +2,7 @@
 
 `Generator.step()` decodes one token for the running sequences, then prefills admitted prompts, in passes that are short enough
 not to hold up the running ones. A tenant's requests are admitted in order of arrival, tenants in turns (scheduler.py,
-shares.py); tenants also take turns in decoding where many sequences run (decode_batch.py). Sequences allocate pages of the KV
+shares.py); tenants also take turns in decoding when many sequences run (decode_batch.py). Sequences allocate pages of the KV
 cache as they grow; when none is left, one is preempted (preemption.py).
 """
 

@@ -1,8 +1,8 @@
 """Penalties, logit bias and min_tokens: changes of single logits that depend on a sample's tokens so far.
 
 The order is vLLM's: bias and min_tokens, then the repetition penalty, then frequency and presence. All are applied to
-logits / temperature, and bias and penalties are divided by the temperature too. The reported logprobs ignore them, as they
-ignore top-k.
+logits / temperature; bias, frequency and presence are divided by the temperature too. The reported logprobs ignore them, as
+they ignore top-k.
 """
 
 from __future__ import annotations
@@ -78,11 +78,11 @@ def _bias(logit_bias: object, vocabulary: int) -> tuple[tuple[int, float], ...]:
 
 
 class PromptLogits:
-    """The logits that change alike for all samples of a request, before any token is drawn.
+    """The changes of logits that all samples of a request share, before any token is drawn.
 
     Args:
         prompt: counts for the repetition penalty.
-        ends: the stop tokens, which `min_tokens` puts off.
+        ends: the stop tokens, which `min_tokens` delays.
     """
 
     def __init__(self, rules: LogitRules, prompt: Sequence[int], ends: Collection[int], device: torch.device):

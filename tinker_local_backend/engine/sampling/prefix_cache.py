@@ -17,7 +17,7 @@ from tinker_local_backend.engine.model.kv_cache import PAGE_TOKENS
 from tinker_local_backend.engine.model.packing import shared_prefix
 
 MIN_MATCH = 16
-"""Least tokens of a match: a shorter one is not worth a copy."""
+"""Minimum tokens of a match: a shorter one is not worth a copy."""
 
 CANDIDATES = 64
 """Most children to compare token by token with the rest of a prompt, if none matches as a whole."""

@@ -14,7 +14,7 @@ from tinker_local_backend.engine.model.states import StateCache
 from tinker_local_backend.engine.sampling.prefix_cache import Page
 
 MIN_SLOTS = 8
-"""Least limit of a pool."""
+"""Smallest limit of a pool."""
 
 MIN_GROWTH, GROWTH_SHARE = 8, 2
 """The cache grows by at least MIN_GROWTH slots and 1 / GROWTH_SHARE of its size, because growing copies all states."""

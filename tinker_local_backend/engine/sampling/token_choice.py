@@ -54,7 +54,7 @@ def mix_seed(*parts: int) -> int:
 
 
 MIN_DIVISOR = 1e-30
-"""Least divisor of logits: a smaller one would overflow. The choice is greedy long before."""
+"""Minimum divisor of logits: a smaller one would overflow. The choice is greedy long before."""
 
 BLOCK = 512
 """Tokens per block of the two-stage search in a large vocabulary."""
