@@ -74,7 +74,7 @@ def test_quantized_experts_are_dequantized_with_a_warning(
     with caplog.at_level(logging.WARNING):
         client = make_training_client(service, path, RANK, train_mlp=False)
     (told,) = [record.getMessage() for record in caplog.records if "dequantized" in record.getMessage()]
-    assert path in told and "take the memory of plain ones: routed experts" in told
+    assert path in told and "take the memory of plain ones: quantized routed experts" in told
     reference = Reference(write_plain(path, copy, quantization_config=dequantizing(path)))
     tokens = random_tokens(12, 0)
     sampler = client.save_weights_and_get_sampling_client().result()

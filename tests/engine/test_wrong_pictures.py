@@ -63,7 +63,7 @@ def test_where_the_forward_pass_would_drop_pictures_they_are_refused(
     service: ServiceClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with transformers before 5.18; text goes on."""
-    monkeypatch.setattr(vision, "sees", lambda body: False)
+    monkeypatch.setattr(vision, "takes_picture_embeddings", lambda body: False)
     client = service.create_sampling_client(base_model=vision_models.write_vision_model("qwen3_vl", tmp_path)).result()
     assert "; pictures need transformers 5.18 or later, " in summary(client._model, 100)
     with pytest.raises(
