@@ -123,7 +123,7 @@ def lora(
     dtype: torch.dtype = torch.bfloat16,
     ends: Sequence[int] = (),
 ) -> Case:
-    """`ends`: where the parts of a joined product end, but for the last."""
+    """`ends`: where the parts of a fused linear end, except the last."""
 
     def launch(kernels: SimpleNamespace, dtype: torch.dtype) -> Error:
         case = lora_case(slots, dtype, features, padded_rank(rank), ends)

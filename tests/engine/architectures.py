@@ -103,7 +103,7 @@ ONE_MODEL: dict[str, str] = {
     "test_nonfinite": _ARGUMENTS,
     "test_optimizer": "matrices and their gradients, however they were computed",
     "test_origins": _CLIENTS,
-    "test_own_forward": "it names its models itself",
+    "test_original_forward": "it names its models itself",
     "test_peft": "it names its models itself",
     "test_picture_memory": "it names its model itself",
     "test_pictures": "it names its models itself, three of them for `make test-models`",
@@ -144,7 +144,7 @@ def models_under_test() -> tuple[str, ...]:
     unknown = sorted(set(names) - ARCHITECTURES.keys())
     if unknown:
         raise PlaceError(f"{VARIABLE}: {', '.join(unknown)} not in benchmarks/architecture_configs.py")
-    return names or ((DENSE,) if here().captured else MODELS)  # layers with a state are decoded by the reference
+    return names or ((DENSE,) if here().captured else MODELS)  # recurrent layers are decoded by the reference
 
 
 def models_of(file: str, test: str) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Checkpoints in fewer bits, as they are released, and what a plain reference of them is."""
+"""Quantized checkpoints, as they are released, and what a plain reference of them is."""
 
 from __future__ import annotations
 

@@ -81,13 +81,13 @@ def test_a_coroutine_may_block_while_the_worker_waits_for_its_loop(
     sampler: SamplingClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After it handed over a result the worker waits for the loop to come to rest, which a blocked loop never does."""
-    waits, wait = threading.Event(), LoopGate.wait_until_at_rest
+    waits, wait = threading.Event(), LoopGate.wait_until_idle
 
     def observed(gate: LoopGate, others_wait: Callable[[], bool]) -> None:
         waits.set()
         wait(gate, others_wait)
 
-    monkeypatch.setattr(LoopGate, "wait_until_at_rest", observed)
+    monkeypatch.setattr(LoopGate, "wait_until_idle", observed)
 
     async def main() -> int:
         longer = request(sampler, 1, 60)

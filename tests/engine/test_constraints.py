@@ -138,7 +138,7 @@ def test_a_text_that_cannot_go_on_fails_alone(base_sampler: SamplingClient) -> N
     other = base_sampler.sample(prompt(TOKENS), 2, params(20, seed=1))
     stuck = base_sampler.sample(prompt(TOKENS), 1, params(20, stop=[letter]), constraint=Constraint(regex="bc"))
     while_stuck = constrained(base_sampler, WORDS, 2, seed=1)
-    with pytest.raises(RequestError, match="constraint regex cannot go on here"):
+    with pytest.raises(RequestError, match="constraint regex cannot continue here"):
         stuck.result()
     assert len(other.result().sequences) == len(while_stuck) == 2
 

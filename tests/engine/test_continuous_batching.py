@@ -141,7 +141,7 @@ def test_a_prompt_larger_than_the_pool_that_is_cancelled_or_not_alone(model: Bas
     for i in (0, 2, 3, 4):
         slip, expected = submitted[i], alone(model, requests[i])
         assert_same_samples(slip.result, expected)
-        if requests[i].scoring.wanted:
+        if requests[i].scoring.requested:
             assert slip.result.prompt.logprobs is not None and expected.prompt.logprobs is not None
             assert_near(slip.result.prompt.logprobs[1:], expected.prompt.logprobs[1:], atol=1e-5, rtol=1.3e-6)
 

@@ -164,7 +164,7 @@ def test_nothing_is_moved_while_little_is_wasted() -> None:
 
 
 def test_tables_that_begin_later_have_the_same_result_within_the_window() -> None:
-    """Pages that no layer sees any more are given back."""
+    """Pages outside every layer's window are freed."""
     cache = Cache([170, 40], [0, 0], seed=5)
     first = cache.tables[0]
     cache.tables[0] = Table(first.slots[3:], start=3 * PAGE_TOKENS)

@@ -287,7 +287,7 @@ def test_matrices_that_a_layout_cannot_hold_are_refused(
 
     for i, (change, message) in enumerate(
         (
-            (set_one(f"{gate_up}.lora_A.weight", (0, 0)), "have a factor each where this layout shares one"),
+            (set_one(f"{gate_up}.lora_A.weight", (0, 0)), "have separate factors where this layout shares one"),
             (set_one(f"{gate_up}.lora_B.weight", (0, 5 * 6)), "have one matrix for gate and up"),
             (lambda tensors: tensors.update({f"{gate_up}.lora_A.weight": torch.zeros(2, 2)}), "have the shapes"),
         )

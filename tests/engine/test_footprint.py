@@ -15,7 +15,7 @@ from tests.engine.devices import here
 from tests.engine.quantized_models import MADE, WIDE, needs
 from tinker_cookbook.models.shapes import shapes_of
 from tinker_local_backend import ServiceClient
-from tinker_local_backend.engine.model.footprint import footprint, made_bytes, parameter_count, weight_bytes
+from tinker_local_backend.engine.model.footprint import footprint, parameter_count, quantized_bytes, weight_bytes
 from tinker_local_backend.engine.model.memory_plan import of_card
 from tinker_local_backend.engine.model.quantization import VARIABLE
 from tinker_local_backend.engine.models import load_model
@@ -44,14 +44,14 @@ def test_plain_weights(path: str) -> None:
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=needs(package)) for name, package in MADE.items()])
-def test_weights_in_fewer_bits(name: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantized_weights(name: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, name)
     model = load_model(path)
     arithmetic = on_meta(model.config, model.dtype)
     assert weight_bytes(model.module) == weight_bytes(arithmetic, name) < weight_bytes(arithmetic)
     assert parameter_count(model.module) == parameter_count(arithmetic)
     for linear in model.quantized:
-        assert linear.nbytes == made_bytes(name, (linear.out_features, linear.in_features))
+        assert linear.nbytes == quantized_bytes(name, (linear.out_features, linear.in_features))
 
 
 def qwen3_8b() -> Any:

@@ -135,7 +135,7 @@ def test_under_a_constraint_the_allowed_tokens_are_the_same_and_logprobs_ignore_
         ({"logit_bias": {"a": 1.0}}, "logit_bias has the key 'a'; keys must be token ids"),
         ({"min_tokens": -1}, "min_tokens must be an integer of at least 0, got -1"),
         ({"min_tokens": 99}, "min_tokens 99 exceeds max_tokens 8"),
-        ({"min_tokens": 2, "stop": "x"}, "min_tokens 2 cannot put off a stop string"),
+        ({"min_tokens": 2, "stop": "x"}, "min_tokens 2 cannot delay a stop string"),
     ],
     ids=str,
 )

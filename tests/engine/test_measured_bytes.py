@@ -36,7 +36,7 @@ def model(tied_model: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[BaseMode
 
 
 def test_what_does_not_grow_with_the_tokens_is_not_counted(model: BaseModel) -> None:
-    assert measured_bytes._measured(model) == TokenBytes(kept=KEPT, recomputed=RECOMPUTED, beside=0)
+    assert measured_bytes._measured(model) == TokenBytes(kept=KEPT, recomputed=RECOMPUTED, transient=0)
 
 
 def test_no_position_is_beyond_the_context(model: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +50,7 @@ def test_no_position_is_beyond_the_context(model: BaseModel, monkeypatch: pytest
 
     monkeypatch.setattr(model, "training_pass", training_pass)
     monkeypatch.setattr(model, "context_length", 20)
-    assert measured_bytes._measured(model) == TokenBytes(kept=KEPT, recomputed=RECOMPUTED, beside=0)
+    assert measured_bytes._measured(model) == TokenBytes(kept=KEPT, recomputed=RECOMPUTED, transient=0)
     assert {tuple(lengths) for _, lengths in seen} == {(16,), (20, 20, 8)}
     assert all(positions == [n for length in lengths for n in range(length)] for positions, lengths in seen)
 

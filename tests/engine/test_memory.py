@@ -36,7 +36,7 @@ from tinker_local_backend.engine.model.memory import out_of_memory
 from tinker_local_backend.engine.training import activations, trainer
 from tinker_local_backend.engine.training.activations import DEFAULT_ACTIVATION_BYTES_CPU, ActivationBudget
 from tinker_local_backend.engine.training.datums import Example
-from tinker_local_backend.engine.training.micro_batch import Pass, divide, evened_out
+from tinker_local_backend.engine.training.micro_batch import Pass, divide, even_passes
 from tinker_local_backend.engine.training.trainer import finish
 
 
@@ -267,11 +267,11 @@ def test_what_counts_as_out_of_memory(error: Exception, expected: bool) -> None:
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=30), st.integers(60, 200))
-def test_passes_of_a_call_are_evened_out(lengths: list[int], budget: int) -> None:
+def test_passes_of_a_call_have_similar_sizes(lengths: list[int], budget: int) -> None:
     """As many as before, every example once, none larger than the largest before; without shared prefixes near the mean."""
     examples = [Example(tuple(range(100 * i, 100 * i + n)), {}) for i, n in enumerate(lengths)]
     before = divide(examples, range(len(examples)), budget, 1)
-    after = evened_out(examples, before, budget)
+    after = even_passes(examples, before, budget)
 
     def sizes(passes: list[Pass]) -> list[int]:
         return [sum(group.tokens for group in groups) for _, groups in passes]
@@ -285,4 +285,4 @@ def test_sixteen_equal_sequences_make_two_equal_passes() -> None:
     examples = [Example(tuple(range(100 * i, 100 * i + 50)), {}) for i in range(16)]
     before = divide(examples, range(16), 14 * 50, 1)
     assert [len(indices) for indices, _ in before] == [14, 2]
-    assert [len(indices) for indices, _ in evened_out(examples, before, 14 * 50)] == [8, 8]
+    assert [len(indices) for indices, _ in even_passes(examples, before, 14 * 50)] == [8, 8]

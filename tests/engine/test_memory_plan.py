@@ -205,7 +205,7 @@ def budget_model(sizes: TokenBytes, gives_back: list[bool]) -> Any:
     return model
 
 
-FOUR_B = TokenBytes(kept=3_900_000, recomputed=300_000, beside=70_000)
+FOUR_B = TokenBytes(kept=3_900_000, recomputed=300_000, transient=70_000)
 
 
 def test_a_budget_is_what_is_free_beside_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +265,7 @@ def test_out_of_memory_takes_from_captured_steps_before_it_takes_from_the_pass(
         found = training.forward_backward(data, "cross_entropy").result()
     assert passes[:2] == [50, 50] and len(passes) == 4 and max(passes[2:]) < 50, "once more whole, then in halves"
     assert releases == []
-    assert "captured decode steps gave theirs back" in caplog.text
+    assert "freed captured decode steps to retry" in caplog.text
     assert found.metrics["loss:sum"] == near(expected.metrics["loss:sum"], rel=1e-6)
     assert_close(gradients(training), wanted, rtol=1e-5)
     gc.collect()
@@ -284,7 +284,7 @@ def test_recomputed_passes_are_packed_in_a_call(training: TrainingClient, monkey
         return original(self, tokens_T, *rest, **options)
 
     monkeypatch.setattr(BaseModel, "training_pass", training_pass)
-    sizes = TokenBytes(kept=60_000, recomputed=10_000, beside=0)
+    sizes = TokenBytes(kept=60_000, recomputed=10_000, transient=0)
     monkeypatch.setattr(activations, "measured_token_bytes", lambda model: sizes)
     monkeypatch.setenv("TINKER_LOCAL_ACTIVATION_MB", "1")  # 17 tokens, or 104 recomputed
     training.forward_backward(data, "cross_entropy").result()

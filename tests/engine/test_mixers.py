@@ -261,7 +261,7 @@ def test_segments_of_like_lengths_are_one_batch(module: Module) -> None:
 @pytest.mark.parametrize("prefix", [False, True])
 def test_recomputed_layers_give_the_same_gradients(module: Module, prefix: bool) -> None:
     model = module.model
-    if model._beyond_lora:
+    if model._uncovered:
         pytest.skip("it is not trained")
     adapter = model.new_adapter(model.widest_spec(4), 0)
     with torch.no_grad():

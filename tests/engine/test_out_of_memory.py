@@ -112,7 +112,7 @@ def test_a_pass_that_is_too_large_is_halved_until_it_fits(
     assert memory.passes[0] == total
     assert sum(tokens for tokens in memory.passes if tokens <= 60) == total
     notes = [record.getMessage() for record in caplog.records if record.name.startswith(LOG)]
-    assert notes[0] == f"out of memory with {total} tokens in one pass; going on with at most {-(-total // 2)}"
+    assert notes[0] == f"out of memory with {total} tokens in one pass; continuing with at most {-(-total // 2)}"
     assert len(notes) == sum(tokens > 60 for tokens in memory.passes)
 
 
@@ -302,4 +302,4 @@ def test_when_memory_really_runs_out(tied_model: str) -> None:
         timeout=HANG_SECONDS,
     )
     assert process.returncode == 0, process.stderr
-    assert "out of memory with 16384 tokens in one pass; going on with at most 8192" in process.stderr
+    assert "out of memory with 16384 tokens in one pass; continuing with at most 8192" in process.stderr

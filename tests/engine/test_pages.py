@@ -262,7 +262,7 @@ def test_the_pool_takes_findable_pages_before_it_grows_beyond_its_eagerness(monk
     assert (pool.capacity, pool.idle) == (3, 1)
     pool.allocate(4)
     assert (pool.capacity, pool.idle) == (6, 0)
-    with pytest.raises(PoolFullError, match="3 pages wanted, 2 of 8 available"):
+    with pytest.raises(PoolFullError, match="3 pages requested, 2 of 8 available"):
         pool.allocate(3)
     assert pool.read == 6
 

@@ -334,9 +334,9 @@ class TestNumbers:
         given = [numbers.of(file)[0] for file in files]
         assert sorted(given) == [0, 1, 2] and [numbers.of(file)[0] for file in files] == given
         digests = {numbers.of(file)[0]: numbers.of(file)[1] for file in files}
-        numbers.take_over(1, digests[1])
+        numbers.register(1, digests[1])
         with pytest.raises(RequestError, match="one number to two pictures"):
-            numbers.take_over(1, digests[2])
+            numbers.register(1, digests[2])
 
     def test_the_oldest_is_forgotten_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(pictures, "REMEMBERED", 2)

@@ -166,4 +166,4 @@ def test_chunks_cut_pictures_where_attention_is_causal(
     assert model.vision is not None and one.pictures is not None
     whole = max(one.pictures.pictures[0].positions, budget)
     assert sum(sizes) == len(one.prompt)
-    assert max(sizes) == (budget if model.vision.both_ways == "no" else whole)
+    assert max(sizes) == (budget if model.vision.bidirectional == "no" else whole)

@@ -1,4 +1,4 @@
-"""Weights in fewer bits: sampling, training, resuming and merging compute what plain transformers does with the same weights."""
+"""Quantized weights: sampling, training, resuming and merging compute what plain transformers does with the same weights."""
 
 import json
 from collections.abc import Iterator
@@ -80,7 +80,7 @@ def quantized(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 def made_arguments(name: str) -> dict[str, Any]:
-    return {"quantization_config": quantization._MADE[name][1](here().dtype, None), "device_map": {"": "cpu"}}
+    return {"quantization_config": quantization._QUANTIZERS[name][1](here().dtype, None), "device_map": {"": "cpu"}}
 
 
 def test_sampled_logprobs_are_those_of_the_reference(quantized: Quantized) -> None:
@@ -178,7 +178,7 @@ def test_the_merged_model_is_what_was_trained_with_plain_weights(
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=needs(package)) for name, package in MADE.items()])
 def test_a_vision_tower_stays_plain(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pictures are seen as in the plain model, whose text decoder alone is in fewer bits."""
+    """Pictures are seen as in the plain model, whose text decoder alone is quantized."""
     path = write_vision_model("qwen3_vl", tmp_path / "model")
     parts = [random_tokens(5, 0), picture(), random_tokens(4, 1)]
     monkeypatch.setenv(VARIABLE, name)

@@ -1,4 +1,4 @@
-"""Linears in fewer bits: what stands for a quantizer's module multiplies with its weight, and has that product's gradient."""
+"""Quantized linears: what stands for a quantizer's module multiplies with its weight, and has that product's gradient."""
 
 import importlib
 from collections.abc import Callable, Sequence
@@ -111,7 +111,7 @@ def made(name: str, bias: bool = True) -> QuantizedLinear:
 
 
 @ALL
-def test_it_keeps_the_weight_in_fewer_bits(name: str) -> None:
+def test_it_keeps_the_weight_quantized(name: str) -> None:
     quantized, (_, _, most, most_bytes) = made(name), FORMATS[name]
     weight = dense(True).weight
     error = float((quantized.dequantized(torch.float32) - weight).norm() / weight.norm())

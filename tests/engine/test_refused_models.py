@@ -179,7 +179,7 @@ def test_a_model_that_lora_would_cover_in_part_is_sampled_from_but_not_trained(t
     module.model.layers[1].mlp.register_parameter("mixing", nn.Parameter(torch.zeros(2, 3, 4)))
     model = BaseModel.from_module("in part", module, AutoTokenizer.from_pretrained(tied_model))
     assert model.logits(torch.zeros(1, SHAPE["hidden_size"]), None).shape == (1, model.vocab_size)
-    with pytest.raises(ModelLoadError, match=r"has weights that are no linears \(mixing\).*not trained"):
+    with pytest.raises(ModelLoadError, match=r"has weights that are not linears \(mixing\).*not trained"):
         model.new_adapter(LoraSpec(4), seed=0)
 
 
@@ -195,7 +195,7 @@ def test_a_special_linear_is_refused_and_not_replaced(tied_model: str) -> None:
     layer = module.model.layers[1].mlp
     special = Halved(layer.up_proj.in_features, layer.up_proj.out_features, bias=False)
     layer.up_proj = special
-    with pytest.raises(ModelLoadError, match="has linears of type Halved, to which LoRA here cannot be added"):
+    with pytest.raises(ModelLoadError, match="has linears of type Halved, to which this engine cannot add LoRA"):
         adopt_module("halved", module, AutoTokenizer.from_pretrained(tied_model))
     assert layer.up_proj is special
 

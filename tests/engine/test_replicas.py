@@ -110,7 +110,7 @@ def test_snapshots_and_checkpoints_are_sampled_on_all_ranks(pair: Any, alone: di
 def test_pictures_are_seen_on_all_ranks(pair: Any, alone: dict[str, Any]) -> None:
     """Each rank decodes and encodes those that it needs; where ranks divide the model, none does."""
     if isinstance(pair[0]["pictures"], str):
-        assert "which a base model that processes divide does not take; use one process" in pair[0]["pictures"]
+        assert "which a base model sharded across processes does not take; use one process" in pair[0]["pictures"]
         return
     *numbers, tokens, logprobs = pair[0]["pictures"]
     *expected, tokens_alone, logprobs_alone = alone["pictures"]

@@ -173,7 +173,7 @@ def test_samples_are_forgotten_after_the_step_that_trained_on_them(service: Serv
     data = sampled(client)
     client.forward_backward(data, LOSS, REPLAY).result()
     client.optim_step(STEP).result()
-    with pytest.raises(RequestError, match=r"data\[0\].*knows no sequence"):
+    with pytest.raises(RequestError, match=r"data\[0\].*has no record of sequence"):
         client.forward(data, LOSS, REPLAY).result()
     client.forward(data, LOSS).result()
 

@@ -87,7 +87,7 @@ def test_the_default_budget_is_bytes_whatever_the_context(model: BaseModel, monk
 def test_prompts_that_do_not_fit_together_leave_the_number_of_sequences_alone(
     model: BaseModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only scored, they hold no rows: shorter passes are the fix."""
+    """Scoring-only prompts hold no rows: shorter passes are the fix."""
     forward = model.hidden_states
 
     def limited(tokens_T: torch.Tensor, *rest) -> torch.Tensor:

@@ -45,7 +45,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def load_whole(name: str) -> BaseModel:
-    """Computes through its modules, as a divided one does: joined products round otherwise."""
+    """Computes through its modules, as a sharded one does: fused projections round differently."""
     model = load_model(name)
     model.decoder = None
     return model
@@ -118,7 +118,7 @@ def test_one_rank_alone_may_compute(found: list[dict[str, Any]]) -> None:
 
 def test_a_rank_that_cannot_load_its_part_ends_the_loading_of_all(found: list[dict[str, Any]]) -> None:
     assert found[0]["failing_load"] == (
-        "ReplicaError: another rank could not load its part of the base model: see what it printed"
+        "ReplicaError: another rank could not load its shard of the base model: see its output"
     )
     assert re.match(r"ModelLoadError: model 'no/such/folder'.*no config\.json", found[1]["failing_load"])
 

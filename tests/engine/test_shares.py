@@ -172,51 +172,51 @@ def operation(log: list[str], name: str, parts: list[int | None]) -> Operation:
 
 def test_tenants_train_by_tokens_and_not_by_clients() -> None:
     """One with thirty clients of large batches, and one with a single small one."""
-    lines, log = OperationQueue(), list[str]()
+    queue, log = OperationQueue(), list[str]()
     for client in range(30):
-        lines.add("alice", f"alice {client}", operation(log, "alice", [1000, 1000]))
+        queue.add("alice", f"alice {client}", operation(log, "alice", [1000, 1000]))
     for _ in range(5):
-        lines.run_part()
+        queue.run_part()
     for _ in range(20):
-        lines.add("bob", "bob", operation(log, "bob", [100]))
+        queue.add("bob", "bob", operation(log, "bob", [100]))
     for _ in range(22):
-        lines.run_part()
+        queue.run_part()
     assert log[5:].count("bob") == 20, "two thousand tokens of each"
     assert "bob" in log[5:7]
-    while lines:
-        lines.run_part()
+    while queue:
+        queue.run_part()
     assert log.count("alice") == 60
 
 
 def test_samples_and_operations_of_two_share_by_tokens() -> None:
     """One trains, another samples at forty tokens a step: after a part of a thousand it is the other's turn for as many."""
-    lines, log = OperationQueue(), list[str]()
-    lines.add("alice", "alice", operation(log, "alice", [1000, 1000, 1000]))
+    queue, log = OperationQueue(), list[str]()
+    queue.add("alice", "alice", operation(log, "alice", [1000, 1000, 1000]))
 
     def steps(tenant: str) -> int:
         count = 0
-        while lines.samplers_go_on(count, lambda: {tenant}):
-            lines.charge({tenant: 40})
+        while queue.sampler_is_next(count, lambda: {tenant}):
+            queue.charge({tenant: 40})
             count += 1
         return count
 
     assert steps("bob") == 0, "both come anew, and the operation is first"
     counts = []
-    while lines:
-        lines.run_part()
+    while queue:
+        queue.run_part()
         counts.append(steps("bob"))
     assert counts == [25, 25, 1], "with nothing to train there is one step a turn"
-    lines.add("alice", "alice", operation(log, "alice", [1000, 1000]))
-    lines.run_part()
+    queue.add("alice", "alice", operation(log, "alice", [1000, 1000]))
+    queue.run_part()
     assert steps("alice") == SAMPLER_STEPS_PER_PART, "her own samples have a fixed number"
-    while lines:
-        lines.run_part()
-    assert lines.samplers_go_on(0, lambda: {"bob"})
+    while queue:
+        queue.run_part()
+    assert queue.sampler_is_next(0, lambda: {"bob"})
     for _ in range(1000):
-        lines.charge({"bob": 40})
-    lines.add("alice", "alice", operation(log, "alice", [1000, 1000]))
+        queue.charge({"bob": 40})
+    queue.add("alice", "alice", operation(log, "alice", [1000, 1000]))
     counts = [steps("bob")]
-    lines.run_part()
+    queue.run_part()
     counts.append(steps("bob"))
     assert sum(counts) in (24, 25), "who was away is owed nothing"
 

@@ -146,7 +146,7 @@ class TestProvenance:
         assert len(memory) == before
         client.forward([datum_of(good)], LOSS).result()
         with pytest.raises(
-            RequestError, match=r"data\[0\]: model_input\[0:4\]: this engine knows no sequence .* trained on"
+            RequestError, match=r"data\[0\]: model_input\[0:4\]: this engine has no record of sequence .* trained on"
         ):
             client.forward([datum_of(good)], LOSS, {"verify_provenance": 1}).result()
 
@@ -167,8 +167,11 @@ class TestProvenance:
             ),
             (changed(one, "target_tokens", first, 1), r"position 0 has \d+, but tokens\[0\] of sequence"),
             (wrong_prompt, r"model_input\[0:4\]: position 2 has 9, but prompt\[2\] of sequence .* is 7"),
-            (changed(one, "advantages", 0, 0.5), r"\[0:3\] is of a prompt, says its provenance, and has advantages"),
-            (respanned(one, offset=1), r"are said to be tokens 1 to 7 of sequence .*, which has 6"),
+            (
+                changed(one, "advantages", 0, 0.5),
+                r"\[0:3\] comes from a prompt according to its provenance, but has advantages",
+            ),
+            (respanned(one, offset=1), r"its provenance is tokens 1 to 7 of sequence .*, which has 6"),
             (respanned(one, length=5), r"provenance of loss_fn_inputs covers 8 positions of 9"),
             (
                 dataclasses.replace(one, loss_fn_input_spans=other.loss_fn_input_spans),

@@ -61,7 +61,7 @@ def sampled(request: pytest.FixtureRequest, written_model: Callable[[str], str])
 def test_conversations_under_several_adapters(sampled: Sampled) -> None:
     """Three turns of four, two samples each; the last turn goes on from states that were kept at the end of the others."""
     model = sampled.model
-    adapters = [None, frozen_adapter(model, 2, 1)] if not model._beyond_lora else [None]
+    adapters = [None, frozen_adapter(model, 2, 1)] if not model._uncovered else [None]
     direct, conversations = Direct(model), [random_tokens(n, n) for n in (1, 2, 33, 70)]
     held, requests = [0] * len(conversations), []
     for turn in range(3):
@@ -207,7 +207,7 @@ def test_a_state_one_token_late_or_early(sampled: Sampled, monkeypatch: pytest.M
 
 
 def test_a_state_of_another_adapter(sampled: Sampled, monkeypatch: pytest.MonkeyPatch) -> None:
-    if sampled.model._beyond_lora:
+    if sampled.model._uncovered:
         pytest.skip("no adapter")
     first, second = twice(random_tokens(40, 1))
     other = replace(second, weights=frozen_adapter(sampled.model, 2, 1))

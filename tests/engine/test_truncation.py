@@ -40,7 +40,7 @@ def test_what_stays_is_what_exact_fractions_say(
     assert torch.equal(function(*case.arguments).cpu(), case.expected())
 
 
-def test_a_border_within_the_candidates_and_one_at_their_end() -> None:
+def test_a_threshold_within_the_candidates_and_one_at_their_end() -> None:
     """Equal tokens on both sides of the last candidate: which of them are candidates is not said."""
     limits = [(CANDIDATES, 1.0, 0.0), (CANDIDATES - 1, 1.0, 0.0), (CANDIDATES + 1, 1.0, 0.0), (0, 0.5, 0.0)]
     for step in (0.0, 0.3):

@@ -32,7 +32,7 @@ from tinker_local_backend.engine.model.pictures import (
     ContentNumbers,
     PassPictures,
     Picture,
-    uncut_end,
+    end_outside_picture,
 )
 from tinker_local_backend.engine.models import summary
 
@@ -63,7 +63,7 @@ def test_where_the_forward_pass_would_drop_pictures_they_are_refused(
     service: ServiceClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with transformers before 5.18; text goes on."""
-    monkeypatch.setattr(vision, "sees", lambda body: False)
+    monkeypatch.setattr(vision, "takes_picture_embeddings", lambda body: False)
     client = service.create_sampling_client(base_model=vision_models.write_vision_model("qwen3_vl", tmp_path)).result()
     assert "; pictures need transformers 5.18 or later, " in summary(client._model, 100)
     with pytest.raises(
@@ -181,4 +181,4 @@ class TestIds:
     )
     def test_a_chunk_ends_before_or_behind_a_picture(self, start: int, end: int, expected: int) -> None:
         first = FIRST_ID + (7 << 16)
-        assert uncut_end([1, 2, first, first + 1, first + 2, 3, 4], start, end) == expected
+        assert end_outside_picture([1, 2, first, first + 1, first + 2, 3, 4], start, end) == expected

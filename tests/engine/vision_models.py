@@ -31,11 +31,11 @@ from transformers import (
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from tests.engine.conftest import SHAPE, TINY_CHAT, TOKENIZER_FILES, save_model
-from tinker_local_backend.engine.model.vision import sees
+from tinker_local_backend.engine.model.vision import takes_picture_embeddings
 
 PLACEHOLDER, BEGIN, END = 1500, 1501, 1502
 _TOO_OLD = "before transformers 5.18 pictures are refused"
-needs_pictures = pytest.mark.skipif(not sees(Qwen3VLModel), reason=_TOO_OLD)
+needs_pictures = pytest.mark.skipif(not takes_picture_embeddings(Qwen3VLModel), reason=_TOO_OLD)
 """For a test that does not use `vision_family`."""
 
 WINDOW = 8
@@ -178,7 +178,7 @@ FAMILIES = [*CONFIGS]
 TRAINED: dict[str, dict[str, Any]] = {"qwen3_vl_moe": {"train_mlp": False}, "qwen3_5_moe": {"expert_lora": "frozen"}}
 """What of a model trains, where not all does: gradients of routed experts are those of test_expert_lora.py."""
 QUICK = ("qwen3_vl", "gemma3")
-"""In `make test`: positions of three axes with features in several layers, and pictures that see both ways."""
+"""In `make test`: positions of three axes with features in several layers, and pictures with bidirectional attention."""
 
 
 def _processor(family: str) -> Any:
@@ -287,6 +287,6 @@ class VisionFamily:
 def vision_family(name: str, folder: Path) -> VisionFamily:
     path = write_vision_model(name, folder)
     reference = VisionReference(path)
-    if not sees(reference.model.model):
+    if not takes_picture_embeddings(reference.model.model):
         pytest.skip(_TOO_OLD)
     return VisionFamily(name, path, reference)

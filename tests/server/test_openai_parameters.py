@@ -141,7 +141,7 @@ def test_a_context_that_is_exceeded_has_openai_s_code(web: httpx.Client, route: 
         ({"repetition_penalty": 0}, "repetition_penalty must be in [0.01, 100] (1: none), got 0"),
         ({"logit_bias": {"999999": 1}}, "logit_bias[0] is 999999, outside the vocabulary"),
         ({"logit_bias": {"the": 1}}, "logit_bias has the key 'the'"),
-        ({"min_tokens": 3, "stop": "x"}, "min_tokens 3 cannot put off a stop string"),
+        ({"min_tokens": 3, "stop": "x"}, "min_tokens 3 cannot delay a stop string"),
         ({"ignore_eos": True, "structured_outputs": {"regex": "a"}}, "ignore_eos leaves a reply under a constraint"),
         ({"best_of": 2, "n": 3}, "best_of=2 is less than n=3"),
         ({"best_of": 2, "stream": True}, "best_of=2 cannot be streamed"),

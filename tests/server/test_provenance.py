@@ -31,7 +31,7 @@ def test_the_same_numbers_as_in_process(sdk: tinker.ServiceClient, local: Servic
         with pytest.raises(Exception, match=r"logprobs\[0\] of sequence"):
             client.forward([dataclasses.replace(data[0], loss_fn_inputs=other)], LOSS).result()
         client.optim_step(tinker.AdamParams(learning_rate=1e-2)).result()
-        with pytest.raises(Exception, match="knows no sequence"):
+        with pytest.raises(Exception, match="has no record of sequence"):
             client.forward(data, LOSS, strict).result()  # pyright: ignore[reportArgumentType]
         outputs.append(client.forward(data, LOSS).result())
         with pytest.raises(Exception, match="has no provenance, which this loss needs"):
@@ -53,5 +53,5 @@ def test_a_sampler_that_does_not_record_is_known_to_nobody(sdk: tinker.ServiceCl
         if record:
             call.result()
         else:
-            with pytest.raises(Exception, match="knows no sequence"):
+            with pytest.raises(Exception, match="has no record of sequence"):
                 call.result()

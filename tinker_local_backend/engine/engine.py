@@ -1,8 +1,8 @@
-"""The engine: one worker thread that owns the models, the KV cache and the adapters, and runs what clients submit.
+"""The engine: one worker thread that owns the models, the KV cache and the adapters, and runs clients' operations.
 
 Operations of one training client run in the order of submission. Clients take turns: after each part of an operation
-(parts.py) the client that has waited longest comes next, so a long forward_backward delays the others by at most one
-micro-batch. Sampling continues between the parts, one token at a time. Only the worker touches torch, so nothing needs a lock.
+(trainer.Parts) the client that has waited longest comes next, so a long forward_backward delays the others by at most one
+micro-batch. Samplers run steps between the parts. Only the worker uses torch, so nothing needs a lock.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ T = TypeVar("T")
 
 DEFAULT_KV_BYTES_CPU = 2 << 30
 LATE_GATES_SECONDS = 1.0
-"""How often an idle worker checks for requests that a blocked event loop holds."""
+"""Interval at which an idle worker checks for requests held by a blocked event loop."""
 
 CLOSE_SECONDS = 30.0
-"""How long `close` waits for the running part of an operation."""
+"""Longest time that `close` waits for the running part of an operation."""
 
 
 class _Work(NamedTuple):
@@ -75,12 +75,11 @@ def _local_sampler(model: BaseModel, kv_tokens: int, random_seed: Callable[[], i
 class Engine:
     """Loads base models on first use and runs operations until `close`.
 
-    TINKER_LOCAL_SEED seeds everything without a seed of its own (samples, adapter initialisation);
-    TINKER_LOCAL_KV_CACHE_TOKENS bounds the KV cache.
+    TINKER_LOCAL_SEED seeds samples and adapters without an explicit seed; TINKER_LOCAL_KV_CACHE_TOKENS bounds the KV cache.
 
     Args:
-        deterministic: run in lockstep with the event loop that submits (gate.py): the same program gets the same bits.
-        make_sampler: makes the sampler of a loaded model.
+        deterministic: run in lockstep with the client's event loop (gate.py), so that a program gets the same bits in every run.
+        make_sampler: creates the sampler of a loaded model.
         load_model: loads a base model from a directory or hub id.
     """
 
@@ -97,7 +96,7 @@ class Engine:
         self.context_lengths: dict[str, int] = {}
         """by name of each loaded model; kept after `close`"""
         self.samples = SampleMemory()
-        """samples that are to be trained on"""
+        """recorded samples for training"""
         self._models: dict[str, BaseModel] = {}
         self._generators: dict[str, Sampler] = {}
         self._gates: dict[int, LoopGate[_Work]] = {}
@@ -107,7 +106,7 @@ class Engine:
         self._outbox: list[tuple[LoopGate[_Work] | None, Callable[[], None]]] = []
         self._waits = Waits()
         self._arrived: float | None = None
-        """when the posted call that is running was posted"""
+        """when the currently running posted call was posted"""
         self._watched: list[tuple[Ticket, OnProgress]] = []
         self._closing = False
         self._process = os.getpid()
@@ -120,7 +119,7 @@ class Engine:
     def submit(
         self, client: Hashable, operation: Callable[[], T], kind: str = "other", tenant: str = ""
     ) -> EngineFuture[T]:
-        """Run `operation` on the worker, after the client's earlier ones. `kind` is its name in `waits`."""
+        """Run `operation` on the worker, after the client's earlier operations. `kind` is its name in `waits`."""
         return self.submit_parts(client, partial(in_one, operation), kind, tenant)
 
     def submit_parts(
@@ -133,7 +132,7 @@ class Engine:
     ) -> EngineFuture[T]:
         """Like `submit`. Between the parts, samplers and other clients run; the client's later operations wait.
 
-        Tenants share the worker by tokens, and the clients of a tenant take turns. `tokens`: how many the operation has.
+        Tenants share the worker by tokens, and the clients of a tenant take turns. `tokens`: the operation's number of tokens.
         """
         future: Future[T] = Future()
         gate = self._gate()
@@ -159,7 +158,7 @@ class Engine:
         return EngineFuture(future, partial(self._waiting, gate))
 
     def make_client(self, make: Callable[[], T], client_class: type[T]) -> ClientFuture[T]:
-        """Make a client of this class on the worker, in the order of the calls."""
+        """Create a client of this class on the worker, in the order of the calls."""
         return ClientFuture(self.submit("clients", make, "create_client"), client_class)
 
     def sample(
@@ -190,9 +189,10 @@ class Engine:
         return EngineFuture(future, partial(self._waiting, gate), cancellable=True)
 
     def post(self, call: Callable[[], None], counts: bool = False) -> Future[None]:
-        """Run `call`, which must not raise, on the worker between two of its turns.
+        """Run `call`, which must not raise, on the worker between two turns.
 
-        With `counts`, `waits` lists it as an "arrival" until then, and the operations that it submits count as waiting from now.
+        With `counts`, `waits` lists it as an "arrival" until it runs, and the operations that it submits count as waiting from
+        now.
 
         The returned future resolves only if the call can never run, with EngineClosedError.
         """
@@ -211,7 +211,7 @@ class Engine:
         return never
 
     def waits(self) -> dict[str, Wait]:
-        """How long operations of each kind have waited before they began. On any thread, at any time.
+        """Waiting times of operations by kind. Thread-safe.
 
         Kinds are arrival (posted calls that have not run), forward, forward_backward, forward_backward_custom, optim_step,
         save_state, save_weights_for_sampler, save_weights_external, snapshot, load_state, create_client and other. For
@@ -220,7 +220,7 @@ class Engine:
         return self._waits.now()
 
     def sampler_stats(self) -> dict[str, SamplerStats]:
-        """Load and waiting times of the sampler of each loaded model. On any thread, at any time."""
+        """Load and waiting times of the sampler of each loaded model. Thread-safe."""
         return {name: generator.stats for name, generator in self._generators.copy().items()}
 
     def close(self) -> None:
@@ -240,7 +240,7 @@ class Engine:
         """Raise EngineClosedError after `close`, in a forked child, or if the worker has died, with its error."""
         if os.getpid() != self._process:
             raise EngineClosedError(
-                f"this engine runs in process {self._process}, and a fork does not take its thread along: make a new "
+                f"this engine runs in process {self._process}, and a fork does not copy its thread: create a new "
                 "ServiceClient in this process, or start it with multiprocessing's 'spawn'"
             )
         if self._closing:
@@ -270,14 +270,14 @@ class Engine:
 
     @contextmanager
     def _waiting(self, gate: LoopGate[_Work] | None) -> Generator[None]:
-        """Enclose a blocking wait for a request that came through `gate`, on any thread.
+        """Wrap a blocking wait for a request submitted through `gate`, on any thread.
 
-        The worker must not stall on a held request or on a loop that this wait blocks.
+        Ensures that the worker waits neither for a held request nor for the loop that this wait blocks.
         """
         if threading.current_thread() is self._worker:
             raise RequestError(
-                "a custom loss runs on the engine's thread and cannot wait for the engine: get what it needs (reference "
-                "logprobs, say) before forward_backward_custom, and let the function close over it"
+                "a custom loss runs on the engine's thread and cannot wait for the engine: compute what it needs (such as "
+                "reference logprobs) before forward_backward_custom, and let the function close over it"
             )
         current = self._gates.get(id(running_loop()))
         if gate is not None and gate is not current and not gate.loop.is_running():
@@ -287,7 +287,7 @@ class Engine:
 
     def _enter(self, gate: LoopGate[_Work] | None, work: _Work) -> None:
         if gate is None:
-            # Held requests were submitted earlier, perhaps by the same client: order matters more than batching.
+            # Held requests were submitted earlier, maybe by the same client: order matters more than batching.
             for other in list(self._gates.values()):
                 other.flush()
             self._receive([work])
@@ -306,21 +306,21 @@ class Engine:
     # On the worker
 
     def load(self, name: str) -> BaseModel:
-        """Return the base model of this name; load it on first use. Only within an operation."""
+        """The base model of this name, loaded on first use. Only within an operation."""
         if name not in self._models:
             self.adopt(self._load_model(name))
         return self._models[name]
 
     def adopt(self, model: BaseModel) -> None:
-        """Serve a base model that the caller made, under its name. Only within an operation.
+        """Serve an existing base model under its name. Only within an operation.
 
-        Raises ModelLoadError for a model on another GPU than those before: the worker has one current device.
+        Raises ModelLoadError for a model on another GPU than earlier ones: the worker has one current device.
         """
         for other in self._models.values():
             if {other.device.type, model.device.type} == {"cuda"} and other.device != model.device:
                 why = f"it is on {model.device}, and {other.name!r} on {other.device}: one service client uses one GPU"
                 raise ModelLoadError(f"model {model.name!r} cannot be served: {why}; make another ServiceClient")
-        use_device(model.device)  # another thread may have made it
+        use_device(model.device)  # another thread may have created the model
         if model.device.type == "cpu":
             keep_freed_memory()
         tokens = self._kv_tokens or self.default_kv_tokens(model)
@@ -344,7 +344,7 @@ class Engine:
 
     @staticmethod
     def default_kv_tokens(model: BaseModel) -> int:
-        """Bound on the tokens of the KV cache where none is set."""
+        """Default bound on the tokens of the KV cache."""
         if model.device.type == "cuda":
             most = model.context_length * MAX_RUNNING
             return max(1, min(memory_plan.of_model(model).kv_tokens, most))
@@ -361,7 +361,7 @@ class Engine:
         self._fail_rest(rest, self._closed_error())
 
     def _serve(self) -> None:
-        # Each step is a call, so that an idle worker keeps no reference to its last work.
+        # Each step is a call, so that an idle worker holds no reference to its last work.
         while self._wait_for_work():
             with span("scheduler/take_in"):
                 self._drain_inbox()
@@ -372,7 +372,7 @@ class Engine:
     def _wait_for_work(self) -> bool:
         with self._condition:
             while not (self._inbox or self._closing or self._queues or any(g.busy for g in self._generators.values())):
-                # A blocked loop cannot release its own late requests.
+                # A blocked loop cannot release its late requests itself.
                 self._condition.wait(LATE_GATES_SECONDS if self._gates else None)
                 self._release_late()
             return not self._closing
@@ -395,7 +395,7 @@ class Engine:
         if self._queues:
             self._queues.run_part()
         steps, idle = 0, False
-        while not idle and self._queues.samplers_go_on(steps, self._sampling_tenants):
+        while not idle and self._queues.sampler_is_next(steps, self._sampling_tenants):
             spent: Counter[str] = Counter()
             for generator in self._generators.values():
                 if generator.busy:
@@ -423,9 +423,9 @@ class Engine:
                 by_gate.setdefault(gate, []).append(result)
         for gate, results in by_gate.items():
             gate.deliver(results)
-        if len(self._gates) == 1:  # with several loops, none waits for another
+        if len(self._gates) == 1:  # with several loops, no client waits for another one's loop
             for gate in by_gate:
-                gate.wait_until_at_rest(self._others_wait)
+                gate.wait_until_idle(self._others_wait)
 
     def _others_wait(self) -> bool:
         """Whether another client has submitted a request."""

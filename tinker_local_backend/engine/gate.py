@@ -1,10 +1,10 @@
 """Lockstep with an event loop: concurrent asyncio code gets the same batches, and so the same bits, every time.
 
 Only a deterministic engine runs in lockstep. By default the worker takes requests as they arrive and answers at once, so the
-composition of its batches, and with it the last bit of every logprob, depends on timing. In lockstep the gate holds the
-requests of an event loop until the loop has nothing left to do, and delivers results together; then the worker waits until
-the loop is at rest again. This suits one loop that drives everything. The wait is bounded: a loop that never rests, or that
-is blocked, delays work by at most `MAX_PASSES` or `BACKSTOP_SECONDS`, and with several loops the worker waits for none.
+composition of its batches, and thus the last bit of every logprob, depends on timing. In lockstep the gate holds the requests
+of an event loop until the loop is idle, and delivers results together; then the worker waits until the loop is idle again.
+This is for programs with one loop. Waits are bounded: a loop that is never idle, or is blocked, delays work by at most
+`MAX_PASSES` or `BACKSTOP_SECONDS`, and with several loops the worker waits for none.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from typing import Generic, TypeVar
 W = TypeVar("W")
 
 QUIET_PASSES = 24
-"""Passes of the event loop without a new request after which it counts as at rest: longer than any chain of wake-ups
-between a result and the next request in our loops (future -> task -> barrier -> task group -> task)."""
+"""Passes of the event loop without a new request after which it counts as idle: longer than any chain of wake-ups between a
+result and the next request in our loops (future -> task -> barrier -> task group -> task)."""
 
 MAX_PASSES = 50 * QUIET_PASSES
-"""Passes after which held requests are released although new ones keep coming: a program that submits one every few passes
-never is at rest."""
+"""Passes after which held requests are released even if new ones keep arriving: a program that submits one every few passes is
+never idle."""
 
 BACKSTOP_SECONDS = 60.0
-"""A loop that is not at rest for this long (blocked in user code) no longer delays the worker or its own requests."""
+"""Seconds after which a loop that is not idle (blocked in user code) no longer delays the worker or its requests."""
 
 POLL_SECONDS = 0.02
-"""How often a waiting worker checks whether the loop has ended."""
+"""Interval at which a waiting worker checks whether the loop has ended."""
 
 
 class LoopGate(Generic[W]):
-    """One per event loop. `release` is called with the held work in order of submission."""
+    """Holds the requests of one event loop. `release` is called with the held work in order of submission."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, release: Callable[[list[W]], None]):
         self.loop = loop
@@ -48,13 +48,13 @@ class LoopGate(Generic[W]):
         self._held_since = math.inf
         self._ticking = False
         self._blocked = 0
-        self._at_rest = threading.Event()
-        self._at_rest.set()
+        self._idle = threading.Event()
+        self._idle.set()
 
     # On the loop's thread
 
     def submit(self, work: W) -> None:
-        """Hold work until the loop is at rest."""
+        """Hold work until the loop is idle."""
         if not self._held:
             self._passes, self._held_since = 0, time.monotonic()
         self._held.append(work)
@@ -63,11 +63,11 @@ class LoopGate(Generic[W]):
 
     @contextmanager
     def blocking(self):
-        """Enclose a blocking wait on the loop's thread: the loop cannot come to rest, so nothing is held."""
+        """Wrap a blocking wait on the loop's thread: the loop cannot become idle, so nothing is held."""
         self._blocked += 1
         self.flush()
         self._apply_results()
-        self._at_rest.set()
+        self._idle.set()
         try:
             yield
         finally:
@@ -88,7 +88,7 @@ class LoopGate(Generic[W]):
             return
         self._ticking = False
         self.flush()
-        self._at_rest.set()
+        self._idle.set()
 
     def _receive(self) -> None:
         self._apply_results()
@@ -98,7 +98,7 @@ class LoopGate(Generic[W]):
     # On any thread
 
     def flush(self) -> None:
-        """Release everything that is held: the loop is at rest, blocked, or has ended."""
+        """Release all held work, because the loop is idle, blocked, or has ended."""
         self._held_since = math.inf
         held: list[W] = []
         while self._held:
@@ -122,22 +122,22 @@ class LoopGate(Generic[W]):
         return time.monotonic() - self._held_since > BACKSTOP_SECONDS
 
     def deliver(self, results: list[Callable[[], None]]) -> None:
-        """Deliver results together, in order. Follow with `wait_until_at_rest`."""
+        """Deliver results together, in order. Call `wait_until_idle` next."""
         self._results.extend(results)
-        self._at_rest.clear()
+        self._idle.clear()
         try:
             self.loop.call_soon_threadsafe(self._receive)
         except RuntimeError:  # the loop is closed; no task waits, but a thread may
             self._apply_results()
-            self._at_rest.set()
+            self._idle.set()
         if self._blocked:
             self._apply_results()
-            self._at_rest.set()
+            self._idle.set()
 
-    def wait_until_at_rest(self, others_wait: Callable[[], bool]) -> None:
-        """Return when the loop is at rest, has ended or blocks on the engine, when others wait, or after BACKSTOP_SECONDS."""
+    def wait_until_idle(self, others_wait: Callable[[], bool]) -> None:
+        """Return when the loop is idle, has ended or blocks on the engine, when others wait, or after BACKSTOP_SECONDS."""
         deadline = time.monotonic() + BACKSTOP_SECONDS
-        while not self._at_rest.wait(POLL_SECONDS):
+        while not self._idle.wait(POLL_SECONDS):
             if others_wait():
                 return
             if not self.loop.is_running() or time.monotonic() > deadline:

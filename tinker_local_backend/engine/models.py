@@ -1,4 +1,4 @@
-"""Load base models, check them, and choose how their passes run on their device."""
+"""Load base models, check them, and select the code path for their device."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from tinker_local_backend.errors import ModelLoadError
 logger = logging.getLogger(__name__)
 
 KERNELS = {"fla": "'flash-linear-attention>=0.6'", "causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}
-"""Modules from which transformers takes the kernels of layers with a state, and what pip calls them. The first is the extra
-`linear`; the others need a CUDA compiler."""
+"""Modules with transformers' kernels for recurrent layers, and their pip requirements. The first is the extra `linear`; the
+others need a CUDA compiler."""
 
 _TAKES_KERNEL = re.compile(r'use_kernel_func_from_hub_with_fallback\(\s*"\w+",\s*"(\w+)"')
 
@@ -39,7 +39,7 @@ _TAKES_KERNEL = re.compile(r'use_kernel_func_from_hub_with_fallback\(\s*"\w+",\s
 def load_model(
     name: str, device: torch.device | None = None, dtype: torch.dtype | None = None, ranks: Ranks | None = None
 ) -> BaseModel:
-    """Load a model from a directory or hub id, and make its device this thread's. Arguments and errors as of BaseModel."""
+    """Load a model from a directory or hub id, and make its device this thread's current one. See BaseModel."""
     device = device or environment.default_device()
     use_device(device)
     with quiet_fallbacks():
@@ -48,7 +48,7 @@ def load_model(
 
 
 def adopt_module(name: str, module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> BaseModel:
-    """Wrap a module that the caller made, and make its device this thread's. See BaseModel.from_module."""
+    """Wrap an existing module, and make its device this thread's current one. See BaseModel.from_module."""
     use_device(torch.device(module.device))
     with quiet_fallbacks():
         model = BaseModel.from_module(name, module, tokenizer)
@@ -56,19 +56,19 @@ def adopt_module(name: str, module: PreTrainedModel, tokenizer: PreTrainedTokeni
 
 
 def missing_kernels(model: BaseModel) -> tuple[str, ...]:
-    """What pip could install for the layers with a state of this model; empty where transformers has every kernel."""
+    """Pip requirements of missing kernels for this model's recurrent layers; empty if all are installed."""
     files = {type(mixer).__module__ for mixer in model.mixers}
-    wanted = {name for file in files for name in _TAKES_KERNEL.findall(inspect.getsource(sys.modules[file]))}
+    needed = {name for file in files for name in _TAKES_KERNEL.findall(inspect.getsource(sys.modules[file]))}
     return tuple(
-        package for name, package in KERNELS.items() if name in wanted and importlib.util.find_spec(name) is None
+        package for name, package in KERNELS.items() if name in needed and importlib.util.find_spec(name) is None
     )
 
 
 @cache
 def _warn_of_kernels(packages: tuple[str, ...]) -> None:
-    """Once for the same packages."""
+    """Warn once for the same packages."""
     logger.warning(
-        "layers with a state run in plain torch, which is slow on a GPU: pip install %s (docs/gpu.md: some need a CUDA compiler)",
+        "recurrent layers run in plain torch, which is slow on a GPU: pip install %s (docs/gpu.md: some need a CUDA compiler)",
         " ".join(packages),
     )
 
@@ -81,16 +81,16 @@ def _started(model: BaseModel) -> BaseModel:
 
 
 def start(model: BaseModel) -> Execution | None:
-    """The execution that passed its checks on this model; None: the reference."""
+    """The CUDA path of this model, without the parts that fail their checks; None for the reference."""
     if model.device.type != "cuda" or not model.shards.whole:  # the CUDA path copies weights
         return None
     return checked_execution(model)
 
 
 def new_generator(model: BaseModel, kv_budget_tokens: int, random_seed: Callable[[], int]) -> Generator:
-    """The generator of a model: with captured CUDA decode steps where its execution has them.
+    """The generator of a model, with captured CUDA decode steps if its execution has them.
 
-    Raises ModelLoadError where TINKER_LOCAL_EXACT_ROWS asks for what only these give.
+    Raises ModelLoadError if TINKER_LOCAL_EXACT_ROWS is set and it has none.
     """
     execution, exact_rows = model.execution, environment.read("TINKER_LOCAL_EXACT_ROWS")
     if isinstance(execution, CudaExecution) and execution.runs(DECODING):
@@ -104,9 +104,9 @@ def new_generator(model: BaseModel, kv_budget_tokens: int, random_seed: Callable
 
 
 def summary(model: BaseModel, kv_tokens: int) -> str:
-    """A line about a loaded model: architecture, parameters, bytes, format of the weights, what trains, tokens that fit.
+    """A log line about a loaded model: architecture, parameters, bytes, format of the weights, trainable parts, tokens that fit.
 
-    kv_tokens: that its KV cache may have.
+    kv_tokens: bound on the tokens of its KV cache.
     """
     parts = {"attn": "attention", "mlp": "MLPs", "unembed": "head"}
     trained = {linear.part for linear in model.linears.values()}
@@ -127,9 +127,9 @@ def summary(model: BaseModel, kv_tokens: int) -> str:
 
 
 def describe(model: BaseModel) -> dict[str, str]:
-    """What this model runs on: `device`, `dtype`, and `path` ("reference": all in plain torch; or "cuda").
+    """The model's `device`, `dtype`, and code `path` ("reference", which is plain torch, or "cuda").
 
-    With "cuda" also each of its features: "on", or "off: " and the reason.
+    With "cuda" also each of its parts: "on", or "off: " and the reason.
     """
     features = model.execution.parts()
     return {

@@ -1,7 +1,7 @@
 """The queue of operations for the worker, and their waiting times.
 
-A client's operations run in order. The clients of a tenant take turns, and tenants share the worker by tokens. A profiler may
-listen to spans of the worker's time (`listen`).
+A client's operations run in order. The clients of a tenant take turns, and tenants share the worker by tokens. A profiler can
+trace spans of the worker's time (`listen`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tinker_local_backend.engine.sampling.shares import Turns
 from tinker_local_backend.engine.training.trainer import Parts
 
 MIN_TOKENS = 64
-"""The charge for a part without tokens: an optimizer step, a save."""
+"""Tokens charged for a part without tokens, such as an optimizer step or a save."""
 
 SAMPLER_STEPS_PER_PART = 8
 """Sampler steps between two parts of the same tenant's operations."""
@@ -27,26 +27,26 @@ _ENDED = object()
 
 
 class Operation(NamedTuple):
-    """The last part resolves the future, through the engine's outbox."""
+    """An operation in the queue. Its last part resolves the future, through the engine's outbox."""
 
     future: Future[Any]
     parts: Parts[None]
     kind: str
     tokens: int
-    """not charged yet, if known"""
+    """not yet charged, if known"""
 
 
 class OperationQueue:
-    """Used by the worker alone."""
+    """The operations of all clients. Used only by the worker."""
 
     def __init__(self) -> None:
         self._tenants: dict[str, dict[Hashable, deque[Operation]]] = {}
         """tenant -> client -> its operations; clients in the order of their turns"""
         self._turns: Turns[str] = Turns()
         self._worker: Turns[str] = Turns()
-        """each tenant's account on the worker, sampling included"""
+        """shares of the worker, including sampling"""
         self._present: set[str] = set()
-        """tenants that wanted the worker when `samplers_go_on` was last called"""
+        """tenants with work at the last call of `sampler_is_next`"""
 
     def __bool__(self) -> bool:
         return bool(self._tenants)
@@ -89,14 +89,18 @@ class OperationQueue:
         for tenant, count in tokens.items():
             self._worker.charge(tenant, count)
 
-    def samplers_go_on(self, steps: int, sampling: Callable[[], Collection[str]]) -> bool:
-        """Whether the samplers take another step, after so many `steps` since the last part; `sampling`: tenants they work for.
+    def sampler_is_next(self, steps: int, sampling: Callable[[], Collection[str]]) -> bool:
+        """Whether the samplers run another step before the next part.
 
-        The tenant with the smallest share goes first; samples and operations of one tenant take turns. Shares count tokens,
-        not seconds: the contents of a batch must not depend on the clock.
+        The tenant with the fewest tokens so far goes first; samples and operations of one tenant take turns. Shares are in
+        tokens, not seconds, because the contents of a batch must not depend on the clock.
+
+        Args:
+            steps: sampler steps since the last part.
+            sampling: returns the tenants with work in the samplers.
         """
         if not self._tenants:
-            self._present = set()  # a tenant that arrives later has no claim on this time
+            self._present = set()  # a tenant that arrives later earns no credit for this time
             return steps == 0
         tenant = self._turns.first(self._tenants)
         others = set(sampling()) - {tenant}
@@ -115,11 +119,11 @@ class Wait(NamedTuple):
     """Waiting times of the requests of one kind."""
 
     begun: int
-    """requests that have begun"""
+    """requests that have started"""
     waiting: int
     """requests that have not"""
     longest_seconds: float
-    """the longest wait so far, including requests that still wait"""
+    """the longest wait so far, including waiting requests"""
 
 
 class Waits:
@@ -131,24 +135,24 @@ class Waits:
         self._begun: dict[str, tuple[int, float]] = {}
 
     def enter(self, kind: str, since: float | None = None) -> int:
-        """Record that a request arrived, now or at this time of the monotonic clock. Returns its number."""
+        """Record that a request arrived, now or at `since` (monotonic clock). Returns its number."""
         number = next(self._numbers)
         self._waiting[number] = kind, time.monotonic() if since is None else since
         return number
 
     def begin(self, number: int) -> None:
-        """Record that work on the request begins. A second call for it does nothing."""
+        """Record that a request starts. A second call for it does nothing."""
         if (entered := self._waiting.pop(number, None)) is not None:
             kind, since = entered
             count, longest = self._begun.get(kind, (0, 0.0))
             self._begun[kind] = count + 1, max(longest, time.monotonic() - since)
 
     def leave(self, number: int) -> None:
-        """Record that the request was cancelled or failed before its turn."""
+        """Record that a request was cancelled or failed before its turn."""
         self._waiting.pop(number, None)
 
     def now(self) -> dict[str, Wait]:
-        """By kind of request, for every kind so far."""
+        """The waits so far, by kind of request."""
         waits = {kind: Wait(count, 0, longest) for kind, (count, longest) in self._begun.copy().items()}
         for kind, since in self._waiting.copy().values():
             wait = waits.get(kind, Wait(0, 0, 0.0))
@@ -163,7 +167,7 @@ _opener: Opener | None = None
 
 
 def listen(opener: Opener | None) -> None:
-    """Enter `opener(name)` around every span of this process's engines, on their threads; None: stop.
+    """Enter `opener(name)` around every span of this process's engines, on their threads. None stops it.
 
     Names are `scheduler/take_in`, `scheduler/deliver`, `sampler/step` and `trainer/<kind>`, once per part of an operation.
     """
@@ -172,5 +176,5 @@ def listen(opener: Opener | None) -> None:
 
 
 def span(name: str) -> AbstractContextManager[Any]:
-    """A context manager that encloses a span of this name."""
+    """A context manager around a span of this name."""
     return nullcontext() if _opener is None else _opener(name)

@@ -168,7 +168,7 @@ class VllmSampler:
             return
         ticket.arrived = time.monotonic()
         ticket.seed = self._random_seed() if request.seed is None else request.seed
-        if request.scoring.wanted:
+        if request.scoring.requested:
             self._score(ticket)
         if ticket.on_done is not None:
             ticket.on_done(lambda _: self._post(partial(self._cancel, ticket)) if ticket.cancelled() else None)

@@ -124,7 +124,7 @@ def lora_case(
     rank: int = 16,
     ends: Sequence[int] = (),
 ) -> LoraCase:
-    """`ends`: where the parts of a joined product end, but for the last."""
+    """`ends`: where the parts of a fused linear end, except the last."""
     generator, device = torch.Generator().manual_seed(len(slots)), here().device
     count = max(slots) + 1
 
@@ -150,7 +150,9 @@ BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 2e-3, torch.
 
 @dataclass(frozen=True)
 class HeadsCase:
-    """A joined product of queries, keys and values; rotary factors of all columns differ, so that halves cannot be mistaken."""
+    """The fused projection of queries, keys and values; rotary factors of all columns differ, so that halves cannot be
+    mistaken.
+    """
 
     qkv: torch.Tensor
     norm: torch.Tensor | None

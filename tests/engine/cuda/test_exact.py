@@ -145,7 +145,7 @@ def test_the_variable_reaches_the_generator_and_is_refused_elsewhere(
     with mock.patch.object(model, "execution", CudaExecution(model, graphs_for(model.device))):
         made: Any = new_generator(model, 512, lambda: 0)
     model.join(None)
-    assert made.decoder._exact_rows == made._backoff.running == 4 and made._scheduler.alone
+    assert made.decoder._exact_rows == made._backoff.running == 4 and made._scheduler.isolates_prompts
     monkeypatch.setenv("TINKER_LOCAL_SAMPLER", "vllm")
     with pytest.raises(RequestError, match="for the engine's own sampler, and vLLM samples"):
         make_sampler(model, 512, lambda: 0, lambda call: None)

@@ -75,7 +75,7 @@ def norms_too_long(module: Any, eps: float) -> Callable[..., torch.Tensor]:
 
 
 store, add, choose, norm = ops.store_keys, ops.lora_add, step.choose, fuse._norm
-NONE = "no module of this model computes so"
+NONE = "no matching module in this model"
 slow = pytest.mark.slow
 
 

@@ -45,11 +45,11 @@ def logits(model: BaseModel) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("model_type", "off"),
     [
-        ("qwen3_5_text", {DECODING: "off: layers with a state"}),
-        ("nemotron_h", {DECODING: "off: layers with a state"}),
-        ("lfm2", {DECODING: "off: layers with a state"}),
+        ("qwen3_5_text", {DECODING: "off: recurrent layers"}),
+        ("nemotron_h", {DECODING: "off: recurrent layers"}),
+        ("lfm2", {DECODING: "off: recurrent layers"}),
         ("kimi_linear", dict.fromkeys((DECODING, ATTENTION), "off: heads or their widths differ")),
-        ("mamba", dict.fromkeys((DECODING, ATTENTION), "off: no layer attends")),
+        ("mamba", dict.fromkeys((DECODING, ATTENTION), "off: no attention layers")),
     ],
 )
 def test_decoding_is_left_to_the_reference_and_the_rest_agrees(

@@ -1,5 +1,4 @@
-"""Adapters in slots of fixed memory, so that a captured step can use any of them: which slot holds which adapter, and which
-rows of a batch use which slot.
+"""Adapters in slots at fixed addresses, which captured steps can use: the adapter of each slot, and the slot of each row.
 
 A snapshot is copied into a slot when a batch needs it, and evicts the least recently used one.
 """
@@ -21,14 +20,14 @@ from tinker_local_backend.engine.model.lora_spec import ExpertLayout
 from tinker_local_backend.engine.model.lora_targets import LoraTargets
 
 SLOTS = 8
-"""Adapters that one batch can use. Rows that use more are decoded in turns."""
+"""Adapters that one batch can use. Rows with more adapters are decoded in several batches."""
 
 
 MIN_RANK = 16
-"""The kernels need ranks that are powers of two and at least this; smaller ones are padded with zeros."""
+"""Minimum rank of a slot. The kernels need powers of two; other ranks are padded with zeros."""
 
 BLOCK_RANK = 64
-"""Ranks that the kernels work on at a time: a whole rank of 256 or more needs more shared memory than a GPU has."""
+"""Ranks per block of the kernels: 256 ranks or more at once would exceed a GPU's shared memory."""
 
 Ints = npt.NDArray[np.int32]
 
@@ -60,32 +59,32 @@ def row_blocks(slots_R: Sequence[int], capacity: int) -> tuple[Ints, Ints]:
 
 
 class SlotTable:
-    """Which of `count` slots holds which adapter. Reports what to copy; copies nothing itself."""
+    """The adapters in `count` slots. Returns what must be copied, but copies nothing."""
 
     def __init__(self, count: int = SLOTS):
         self._adapters: list[Adapter | None] = [None] * count
         self._lru: list[int] = list(range(count))
-        """slots, the least recently used first"""
+        """slots in LRU order"""
 
     def assign(self, adapters: Iterable[Adapter]) -> tuple[dict[int, int], list[tuple[int, Adapter]]]:
         """Assign a slot to each of these adapters. Returns the slots by id(adapter), and (slot, adapter) pairs to copy.
 
         Raises ValueError for more adapters than there are slots.
         """
-        wanted = list({id(adapter): adapter for adapter in adapters}.values())
-        if len(wanted) > len(self._adapters):
-            raise ValueError(f"{len(wanted)} adapters for {len(self._adapters)} slots")
+        distinct = list({id(adapter): adapter for adapter in adapters}.values())
+        if len(distinct) > len(self._adapters):
+            raise ValueError(f"{len(distinct)} adapters for {len(self._adapters)} slots")
         loaded = {id(adapter): slot for slot, adapter in enumerate(self._adapters) if adapter is not None}
-        slots = {id(adapter): loaded[id(adapter)] for adapter in wanted if id(adapter) in loaded}
+        slots = {id(adapter): loaded[id(adapter)] for adapter in distinct if id(adapter) in loaded}
         free = [slot for slot in self._lru if slot not in slots.values()]
         copies: list[tuple[int, Adapter]] = []
-        for adapter in wanted:
+        for adapter in distinct:
             if id(adapter) not in slots:
                 slot = free.pop(0)
                 self._adapters[slot] = adapter  # kept alive, so that its id is not reused
                 slots[id(adapter)] = slot
                 copies.append((slot, adapter))
-        used = [slots[id(adapter)] for adapter in wanted]
+        used = [slots[id(adapter)] for adapter in distinct]
         self._lru = [slot for slot in self._lru if slot not in used] + used
         return slots, copies
 
@@ -95,29 +94,28 @@ class SlotTable:
 
 
 def layouts_of(adapters: Iterable[Adapter]) -> set[ExpertLayout]:
-    """How adapters cover routed experts; without those that leave them frozen."""
+    """The layouts of these adapters on routed experts, except "frozen"."""
     return {layout for adapter in adapters if (layout := adapter.spec.experts) != "frozen"}
 
 
 @dataclass(frozen=True, eq=False)
 class SlotProduct:
-    """The matrices in the slots of a linear, or of several joined to one product."""
+    """The slots' matrices for a linear, or for several fused linears (its parts)."""
 
     a: torch.Tensor
     """(slots, parts * rank, in)"""
     b: torch.Tensor
     """(slots, out, rank)"""
     ends: list[int]
-    """columns of the output at which the parts end"""
+    """output columns at which the parts end"""
 
 
 class AdapterSlots:
     """The matrices of the adapters in the slots, stacked per linear: A (slots, rank, in) and B (slots, out, rank).
 
-    They are views of one tensor each where linears are joined to a product (`products`, by its name).
-    On routed experts they are A (experts or 1, slots + 1, rank, in) and B (experts or 1, slots + 1, out, rank) of one layout,
-    with zeros in the last slot. Dtypes are those of a snapshot: the model's, and float32 at the head. Addresses change only
-    with the rank and the layout.
+    Those of fused linears are views of one tensor (`products`, by name of the fused linear). Those of routed experts are A
+    (experts or 1, slots + 1, rank, in) and B (experts or 1, slots + 1, out, rank) of one layout, with zeros in the last slot.
+    Dtypes are those of a snapshot: the model's, and float32 at the head. Addresses change only with the rank and the layout.
     """
 
     def __init__(self, products: Sequence[LoraLinear], dtype: torch.dtype, device: torch.device, targets: LoraTargets):
@@ -132,8 +130,9 @@ class AdapterSlots:
         self.scales = torch.zeros(SLOTS + 1, dtype=torch.float32, device=device)
 
     def fit(self, adapters: Sequence[Adapter]) -> bool:
-        """Make room for the ranks of these adapters, and for their one layout on routed experts. Returns whether memory has
-        moved, which invalidates captured steps. Raises ValueError for several layouts."""
+        """Fit the slots to the ranks of these adapters and to their layout on routed experts. Returns whether addresses changed,
+        which invalidates captured steps. Raises ValueError for several layouts.
+        """
         rank = max((padded_rank(adapter.spec.rank) for adapter in adapters), default=0)
         layouts = sorted(layouts_of(adapters), reverse=True) or [self.layout]
         if len(layouts) > 1:
@@ -166,7 +165,7 @@ class AdapterSlots:
         return True
 
     def assign(self, adapters: Sequence[Adapter | None]) -> list[int]:
-        """The slot of each row's adapter, -1 for the base model. Copies in adapters that have no slot yet.
+        """The slot of each row's adapter, -1 for the base model. Copies adapters that are in no slot into one.
 
         Call `fit` first. Raises ValueError for more than SLOTS adapters.
         """
@@ -176,11 +175,11 @@ class AdapterSlots:
         return [-1 if adapter is None else slots[id(adapter)] for adapter in adapters]
 
     def on_experts(self, slots_R: torch.Tensor) -> ExpertSlots | None:
-        """The adapters on routed experts for rows that use these slots; None: there are none."""
+        """The adapters on routed experts for rows that use these slots; None if there are no such adapters."""
         return ExpertSlots(slots_R, self.scales, self._experts, self.a, self.b) if self._experts else None
 
     def _of_slot(self, slot: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """A and B of one slot, with the dimension of the experts in front where there is one."""
+        """A and B of one slot; those of routed experts with the dimension of the experts first."""
         a, b = (
             {name: matrix[:, slot] if matrix.dim() == 4 else matrix[slot] for name, matrix in table.items()}
             for table in (self.a, self.b)

@@ -1,4 +1,4 @@
-"""Measure the error of each part of the CUDA path against the reference, at the real shapes of a model, on a few tokens."""
+"""Measure the error of each part of the CUDA path against the reference, at a model's real shapes, on a few tokens."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ STEPS = 3
 RANK = 8
 
 BOUNDS = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""Bounds on errors relative to the reference. A wrong kernel is off by about 1. Through all layers of a model in bfloat16,
-rounding alone moves logits by 2 to 3 % of their spread (measured on Qwen3-4B and 8B with random weights)."""
+"""Bounds on errors relative to the reference. A wrong kernel is off by about 1. In bfloat16, rounding in all layers of a model
+changes logits by 2 to 3 % of their standard deviation (measured on Qwen3-4B and 8B with random weights)."""
 
 
 def _error(results: Sequence[torch.Tensor], references: Sequence[torch.Tensor]) -> float:
@@ -46,14 +46,15 @@ def _error(results: Sequence[torch.Tensor], references: Sequence[torch.Tensor]) 
 
 
 def _spread(logits_RV: torch.Tensor) -> torch.Tensor:
-    """Standard deviation of the logits of each row (R,), the unit of errors through a whole model: a trained model's logits and
-    a random one's have different sizes, and rounding moves both in proportion."""
+    """Standard deviation of the logits of each row (R,), the unit of errors through a whole model: logits of trained and random
+    models differ in scale, and rounding is proportional to it.
+    """
     return logits_RV.double().std(-1)
 
 
 @contextmanager
 def _through_modules(model: BaseModel) -> Iterator[None]:
-    """Within: no layer is joined, so that the reference shares no kernel with what is checked but those of fuse.py."""
+    """Within: layers are not joined, so that the reference shares only the kernels of fuse.py with the code under test."""
     operations = model.operations
     model.join(None)
     try:
@@ -63,7 +64,7 @@ def _through_modules(model: BaseModel) -> Iterator[None]:
 
 
 def _random_numbers(model: BaseModel) -> Callable[..., torch.Tensor]:
-    """A function from shapes to random numbers in the model's dtype on its device, the same in every run."""
+    """A function from shapes to random numbers in the model's dtype on its device, reproducible."""
     generator = torch.Generator().manual_seed(0)
     return lambda *shape: torch.randn(shape, generator=generator).to(model.device, model.dtype)
 
@@ -106,7 +107,7 @@ def stored_keys(model: BaseModel, graphs: Graphs) -> float:
 
 
 def limits(model: BaseModel, graphs: Graphs) -> float:
-    """Top-k, top-p and min-p at the size of the model's vocabulary. Mass is kept of the same tokens, to the bit."""
+    """Top-k, top-p and min-p at the size of the model's vocabulary. The kept tokens must be equal."""
     logits = torch.randn(5, model.config.vocab_size, generator=torch.Generator().manual_seed(0)) * 3
     probs = logits.softmax(-1).to(model.device)
     top_k = torch.tensor([0, 50, 0, 7, 0], device=model.device)
@@ -195,8 +196,9 @@ def all_slots_in_one_batch(model: BaseModel, graphs: Graphs) -> float:
 
 @torch.inference_mode()
 def sampled_against_trained(model: BaseModel, graphs: Graphs) -> float:
-    """Mean difference between the logprobs of sampled tokens and those of a training pass over the whole sequence, in units of
-    the logits' spread."""
+    """Mean difference between sampled logprobs and those of a training pass over the whole sequence, in standard deviations of
+    the logits.
+    """
     (adapter,) = _adapters(model, 1)
     prompt = tuple(range(7, 7 + PAGE_TOKENS))
     tokens = min(SAMPLED_TOKENS, model.context_length - len(prompt))
@@ -229,18 +231,18 @@ def _with_gradients(compute: Callable[..., torch.Tensor], inputs: Sequence[torch
 
 
 def varlen_attention(model: BaseModel, graphs: Graphs) -> float:
-    """Two sequences that share a prefix, and one that does not; then one that begins in the cache, without gradients."""
+    """Two sequences with a shared prefix and one without; then one that begins in the cache, without gradients."""
     segments = [Segment(0, 40), Segment(40, 50, 40, (0, 40)), Segment(50, 57, 40, (0, 40)), Segment(57, 120)]
     return max(_one_call(model, segments, flash=False), _from_the_cache(model, _random_numbers(model)))
 
 
 def flash_attention(model: BaseModel, graphs: Graphs) -> float:
-    """Sequences of several tiles of the kernel, one of which goes on from another."""
+    """Sequences of several tiles of the kernel, one of which continues another."""
     return _one_call(model, [Segment(0, 300), Segment(300, 330, 300, (0, 300)), Segment(330, 500)], flash=True)
 
 
 def _one_call(model: BaseModel, segments: list[Segment], flash: bool) -> float:
-    """Attention of these segments and its gradients, against one segment after the other."""
+    """Attention of these segments in one call, and its gradients, against attention segment by segment."""
     plan, tokens = PackedPlan(segments), segments[-1].end
     heads, kv_heads, dim = model.attention_shape
     random = _random_numbers(model)
@@ -258,7 +260,7 @@ def _one_call(model: BaseModel, segments: list[Segment], flash: bool) -> float:
 
 @torch.inference_mode()
 def _from_the_cache(model: BaseModel, random: Callable[..., torch.Tensor]) -> float:
-    """A piece of a prompt whose first tokens an earlier pass has stored, beside a prompt of its own."""
+    """A chunk of a prompt whose first tokens are in the cache, next to a whole prompt."""
     heads, kv_heads, dim = model.attention_shape
     past, new, alone = PAGE_TOKENS + 5, 20, 9
     query, key, value = (random(1, count, new + alone, dim) for count in (heads, kv_heads, kv_heads))
@@ -269,15 +271,15 @@ def _from_the_cache(model: BaseModel, random: Callable[..., torch.Tensor]) -> fl
         for stored, seed in zip(cache.layer(layer.index), (1, 2), strict=True):
             stored.copy_(torch.randn(stored.shape, generator=torch.Generator().manual_seed(seed)))
         table = torch.tensor([2, 0], device=model.device)
-        behind = torch.arange(past - PAGE_TOKENS, past - PAGE_TOKENS + new, device=model.device)
-        kv_slots = KVSlots(torch.zeros_like(behind), behind, torch.arange(new, device=model.device))
+        offsets = torch.arange(past - PAGE_TOKENS, past - PAGE_TOKENS + new, device=model.device)
+        kv_slots = KVSlots(torch.zeros_like(offsets), offsets, torch.arange(new, device=model.device))
         plan = PackedPlan([Segment(0, new, past, table=table), Segment(new, new + alone)], cache, kv_slots)
         results.append([of(plan).attend(layer, query, key, value)])
     return _error(*results)
 
 
 def joined_layers(model: BaseModel, graphs: Graphs) -> float:
-    """The kernels between the products of a joined layer, and their gradients."""
+    """The kernels between the projections of a joined layer, and their gradients."""
     heads, kv_heads, dim = model.attention_shape
     random, tokens = _random_numbers(model), 9
     width = model.config.hidden_size
@@ -299,7 +301,7 @@ def joined_layers(model: BaseModel, graphs: Graphs) -> float:
 
 
 def _stored_heads(model: BaseModel, random: Callable[..., torch.Tensor], norm: torch.Tensor) -> float:
-    """Heads of a step, whose keys and values go into pages."""
+    """The heads of a decode step, whose keys and values are stored in pages."""
     heads, kv_heads, dim = model.attention_shape
     _, keys, values, tables = _pages(model, [40, 40, 40])
     positions = torch.tensor([5, -1, 39], dtype=torch.int32, device=model.device)
@@ -312,7 +314,7 @@ def _stored_heads(model: BaseModel, random: Callable[..., torch.Tensor], norm: t
 
 
 def _flat(outputs: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
-    """All outputs of an operation in one tensor."""
+    """All outputs of an operation, concatenated."""
     return torch.cat([out.flatten().float() for out in ([outputs] if isinstance(outputs, torch.Tensor) else outputs)])
 
 

@@ -1,9 +1,9 @@
-"""A Triton kernel that leaves of each row of probabilities what top-k, min-p and top-p leave, without sorting the row.
+"""A Triton kernel that applies top-k, min-p and top-p to each row of probabilities without sorting it.
 
-Of the probabilities that stay one is the least. Its bits are found one after the other: read as integers, numbers that are not
-negative are in the same order, and a pass over the row tells what lies at or above a candidate. 31 passes read 19 MB of a
-vocabulary of 152,000, most of them from the cache; a sort with its places moves several times as much, also for rows without a
-limit beside one that has one. Masses are added up as integers, which is exact in any order.
+It finds the threshold, the least probability kept, bit by bit: non-negative floats have the same order as their bits read as
+integers, and a pass over the row gives the count or mass at or above a candidate. 31 passes over a vocabulary of 152,000 read
+19 MB, mostly from the cache; a sort with indices moves several times as much, and for all rows if one has a limit. Masses are
+summed as integers, which is exact in any order.
 """
 
 import torch
@@ -12,15 +12,15 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK, WARPS = 4096, 8
-"""Tokens of a turn, and warps of a program."""
+"""Tokens per loop iteration, and warps of a program."""
 
 HIGHEST = tl.constexpr(1 << 30)
-"""Bit of a float32 that is not negative; the sign's is above it."""
+"""Highest bit of a float32 below the sign bit."""
 
 
 @triton.jit
 def _quanta(values):
-    """Probabilities as multiples of token_choice.QUANTUM."""
+    """Probabilities as multiples of truncation.QUANTUM."""
     return (values * 1152921504606846976.0).to(tl.int64)
 
 
@@ -41,7 +41,7 @@ def _above(probs, vocabulary, least, floor, COUNTED: tl.constexpr, BLOCK: tl.con
 
 @triton.jit
 def _truncate_kernel(probs, top_k, top_p, min_p, out, probs_row, vocabulary, BLOCK: tl.constexpr):
-    """One row. What stays: tokens with more than `border`'s bits, and the first `ties` of those that have just these."""
+    """One row. Keeps tokens whose bits are above `threshold`, and the first `ties` tokens whose bits equal it."""
     row = tl.program_id(0).to(tl.int64)
     probs += row * probs_row
     out += row * vocabulary
@@ -53,38 +53,38 @@ def _truncate_kernel(probs, top_k, top_p, min_p, out, probs_row, vocabulary, BLO
             at = start + tl.arange(0, BLOCK)
             largest = tl.maximum(largest, tl.load(probs + at, mask=at < vocabulary, other=0.0))
         floor = share * tl.max(largest, 0)
-    border, ties = (k * 0).to(tl.int32), k * 0 + vocabulary
+    threshold, ties = (k * 0).to(tl.int32), k * 0 + vocabulary
     if (k > 0) & (k < vocabulary):
-        bit = border + HIGHEST
+        bit = threshold + HIGHEST
         while bit > 0:
-            candidate = border | bit
+            candidate = threshold | bit
             enough = _above(probs, vocabulary, candidate, 0.0, True, BLOCK) >= k
-            border = tl.where(enough, candidate, border)
+            threshold = tl.where(enough, candidate, threshold)
             bit = bit >> 1
-        ties = k - _above(probs, vocabulary, border + 1, 0.0, True, BLOCK)
+        ties = k - _above(probs, vocabulary, threshold + 1, 0.0, True, BLOCK)
     if p < 1:
-        value = border.to(tl.float32, bitcast=True)
+        value = threshold.to(tl.float32, bitcast=True)
         of_tie = tl.where(value >= floor, _quanta(value), 0)
-        # Without top-k the border is at zero, whose tokens weigh nothing.
+        # Without top-k the threshold is 0, and its tokens have no mass.
         of_ties = ties * of_tie
-        above = _above(probs, vocabulary, border + 1, floor, False, BLOCK)
-        wanted = p.to(tl.float64) * (above + of_ties).to(tl.float64)
-        limit = wanted.to(tl.int64)
-        limit = tl.maximum(tl.where(limit.to(tl.float64) < wanted, limit + 1, limit), 1)
+        above = _above(probs, vocabulary, threshold + 1, floor, False, BLOCK)
+        exact = p.to(tl.float64) * (above + of_ties).to(tl.float64)
+        limit = exact.to(tl.int64)
+        limit = tl.maximum(tl.where(limit.to(tl.float64) < exact, limit + 1, limit), 1)
         if limit > above:
             ties = tl.minimum(ties, (limit - above + of_tie - 1) // tl.maximum(of_tie, 1))
         else:
-            lowest = border + 1
-            found = border * 0
-            bit = found + HIGHEST
+            lowest = threshold + 1
+            result = threshold * 0
+            bit = result + HIGHEST
             while bit > 0:
-                candidate = found | bit
+                candidate = result | bit
                 enough = _above(probs, vocabulary, tl.maximum(candidate, lowest), floor, False, BLOCK) >= limit
-                found = tl.where(enough, candidate, found)
+                result = tl.where(enough, candidate, result)
                 bit = bit >> 1
-            border = found
-            above = _above(probs, vocabulary, border + 1, floor, False, BLOCK)
-            of_tie = tl.maximum(_quanta(border.to(tl.float32, bitcast=True)), 1)
+            threshold = result
+            above = _above(probs, vocabulary, threshold + 1, floor, False, BLOCK)
+            of_tie = tl.maximum(_quanta(threshold.to(tl.float32, bitcast=True)), 1)
             ties = (limit - above + of_tie - 1) // of_tie
     before = ties * 0
     for start in range(0, vocabulary, BLOCK):
@@ -92,9 +92,9 @@ def _truncate_kernel(probs, top_k, top_p, min_p, out, probs_row, vocabulary, BLO
         inside = at < vocabulary
         values = tl.load(probs + at, mask=inside, other=-1.0)
         bits = values.to(tl.int32, bitcast=True)
-        tied = (bits == border).to(tl.int64)
-        stays = (bits > border) | ((tied > 0) & (before + tl.cumsum(tied, 0) <= ties))
-        tl.store(out + at, tl.where(stays & (values >= floor), values, 0.0), mask=inside)
+        tied = (bits == threshold).to(tl.int64)
+        keeps = (bits > threshold) | ((tied > 0) & (before + tl.cumsum(tied, 0) <= ties))
+        tl.store(out + at, tl.where(keeps & (values >= floor), values, 0.0), mask=inside)
         before += tl.sum(tied, 0)
 
 

@@ -1,4 +1,4 @@
-"""Bursts of captured decode steps: one graph per batch size, captured when it is first needed."""
+"""Bursts of captured decode steps: one graph per batch size, captured on first use."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tinker_local_backend.engine.sampling.pages import pages_for
 logger = logging.getLogger(__name__)
 
 BUCKETS = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 513, 32))
-"""Sizes of captured batches. A batch runs in the next larger one; the other rows are idle."""
+"""Sizes of captured batches. A batch is padded to the next larger size with idle rows."""
 
 BURST = 8
 """Steps between two reads by the host."""
 
 _Kind = tuple[int, bool, bool, int | None, bool]
-"""Of a step: rows, whether they have adapters, whether they restrict tokens, words of the allowed tokens, whether its logits are
-wanted."""
+"""Kind of a step: number of rows, whether they have adapters, whether they have top-k, top-p or min-p, words of the allowed
+tokens, whether the step returns logits."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,10 +41,10 @@ class Burst:
     """(S, R)"""
     logprobs: npt.NDArray[np.float64]
     """(S, R), of float32 precision"""
-    among: npt.NDArray[np.float64] | None
+    constrained: npt.NDArray[np.float64] | None
     """(S, R): logprobs among the allowed tokens, if some row has a constraint"""
     tempered: torch.Tensor | None
-    """(R, vocabulary) float32, if asked for: logits of the last step over the temperature; overwritten by the next burst"""
+    """(R, vocabulary) float32, if requested: logits / temperature of the last step; overwritten by the next burst"""
 
 
 class Decoder:
@@ -52,7 +52,7 @@ class Decoder:
 
     Args:
         max_tokens: length limit of a sequence.
-        exact_rows: rows of every step, which then has one form for rows with and without limits; None: as many as are needed.
+        exact_rows: fixed number of rows of every step, which then always applies top-k, top-p and min-p; None: as needed.
     """
 
     def __init__(
@@ -63,18 +63,18 @@ class Decoder:
         self.state = StepState(BUCKETS[-1], pages_for(max_tokens), BURST, model.device)
         self.slots = AdapterSlots(model.products, model.dtype, model.device, model.targets)
         self._captured: dict[_Kind, tuple[Callable[[], None], torch.Tensor]] = {}
-        """replay and result of a step, by the arguments of `_capture`"""
+        """arguments of `_capture` -> (replay, result)"""
         self._epoch = graphs.epoch
         self._grown: list[int] = []
-        """rows of the captured steps that were larger than all before them"""
+        """rows of the captured steps that were larger than all earlier ones"""
 
     def run(
         self, rows: Sequence[DecodeRow], steps: int, allowed_RW: Bits | None = None, wants_logits: bool = False
     ) -> Burst:
         """Decode `steps` tokens (at most BURST) for at most BUCKETS[-1] rows with at most SLOTS adapters.
 
-        The pages of each row must have room for every token that the burst feeds. With `allowed_RW`, the allowed tokens of each
-        row, there is one step. `wants_logits`: give the logits of the last step, for which each captured step then keeps memory.
+        The pages of each row must have room for all input tokens of the burst. `allowed_RW`: bits of the allowed tokens, for a
+        single step. `wants_logits`: return the logits of the last step, for which each captured step then keeps memory.
         """
         assert allowed_RW is None or steps == 1
         bucket = self._exact_rows or BUCKETS[bisect.bisect_left(BUCKETS, len(rows))]
@@ -94,14 +94,14 @@ class Decoder:
         for _ in range(steps):
             replay()
         results = self.state.results[:steps, : len(rows)].cpu().numpy()
-        among = None if allowed_RW is None else results[..., 2]
+        constrained = None if allowed_RW is None else results[..., 2]
         last = tempered[: len(rows)] if wants_logits else None
-        return Burst(results[..., 0].astype(np.int64), results[..., 1], among, last)
+        return Burst(results[..., 0].astype(np.int64), results[..., 1], constrained, last)
 
     def _step(self, kind: _Kind) -> tuple[Callable[[], None], torch.Tensor]:
-        """The captured step of this kind, captured now if there is none."""
+        """The captured step of this kind; captures it on first use."""
         if kind not in self._captured and sum(self._grown) > kind[0] > max(self._grown):
-            # Smaller batches were captured first, and this one cannot use their memory: they are captured again, within its own.
+            # Smaller batches were captured first, whose memory this one cannot reuse. Drop them: they will reuse this one's.
             self._graphs.release()
         if self._epoch != self._graphs.epoch:
             self._captured.clear()
@@ -116,16 +116,16 @@ class Decoder:
     def _capture(
         self, bucket: int, adapted: bool, limited: bool, words: int | None, wants_logits: bool
     ) -> tuple[Callable[[], None], torch.Tensor]:
-        """Capture a step. All rows are idle meanwhile, so the steps that it runs change nothing.
+        """Capture a step. All rows are idle meanwhile, so running it has no effect.
 
-        Raises RuntimeError for a step that cannot be captured; the next one may be.
+        Raises RuntimeError if it fails; later captures may succeed.
         """
         logger.debug("capturing a decode step of %d rows", bucket)
 
         def step() -> torch.Tensor:
             slots = self.slots if adapted else None
             tempered = decode_step(self._model, self._cache, self.state, slots, bucket, limited, words)
-            return tempered if wants_logits else self.state.results  # what nobody reads is left to the next capture
+            return tempered if wants_logits else self.state.results  # logits that are not returned free their memory
 
         self.state.clear()
         if words is not None:
@@ -133,7 +133,7 @@ class Decoder:
         try:
             return self._graphs.capture(step)
         except Exception as error:
-            if out_of_memory(error):  # the generator goes on with fewer rows
+            if out_of_memory(error):  # the generator continues with fewer rows
                 raise
             why = f"{type(error).__name__}: {error}"
             raise RuntimeError(

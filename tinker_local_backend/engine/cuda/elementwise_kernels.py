@@ -103,7 +103,7 @@ def _rotate_kernel(
     of_x = x + token * x_token + head * x_head
     a = tl.load(of_x + i, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(of_x + HALF + i, mask=inside, other=0.0).to(tl.float32)
-    if BACKWARD:  # the transposed map
+    if BACKWARD:  # the transposed rotation
         first, second = a * c1 + b * s2, b * c2 - a * s1
     else:
         first, second = a * c1 - b * s1, b * c2 + a * s2

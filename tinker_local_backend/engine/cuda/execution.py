@@ -1,4 +1,4 @@
-"""The parts that run on a GPU in place of the reference. Each can be turned off alone."""
+"""The parts of the CUDA path, which replace the reference on a GPU. Each can be turned off separately."""
 
 from __future__ import annotations
 
@@ -19,33 +19,35 @@ from tinker_local_backend.engine.model.passes import AttentionPlan
 ON = "on"
 
 DECODING, ATTENTION, FLASH, LAYERS = "decoding", "attention", "flash", "layers"
-"""Captured steps over pages and slots; one attention call for all sequences of a pass; that call by flash-attn-4 in large
-passes; joined products in layers of known classes, with fused kernels between them."""
+"""Captured decode steps over pages and slots; one attention call for all sequences of a pass; flash-attn-4 for that call in large
+passes; fused projections in layers of known classes, with fused kernels between them."""
 
 FUSED: Mapping[str, Callable[[nn.Module], list[nn.Module]]] = {
     "norms": fuse.fuse_norms,
     "rotary": fuse.fuse_rotary,
     "swiglu": fuse.fuse_swiglu,
 }
-"""By part: the function that replaces the forward of a model's modules, and returns those modules."""
+"""Part -> the function that replaces the forward of a model's modules, and returns those modules."""
 
 PARTS = (DECODING, ATTENTION, FLASH, LAYERS, *FUSED)
 
 
 def unsupported(model: BaseModel) -> dict[str, str]:
-    """The parts that cannot compute this model, and why."""
-    # What these two replace is compared on random numbers in the dtype of a module's weights.
+    """The parts that do not support this model, and why."""
     off: dict[str, str] = {}
     if model.decoder is None:
-        off[LAYERS] = "weights in fewer bits" if model.quantized else "no joined form of these layers"
+        off[LAYERS] = "quantized weights" if model.quantized else "no joined form of these layers"
     if model.quantized:
-        off |= dict.fromkeys(("rotary", "swiglu"), "weights in fewer bits")
+        # Their comparison with the original code (fuse.py) needs plain weights.
+        off |= dict.fromkeys(("rotary", "swiglu"), "quantized weights")
     if not any(model.attention_shape):
-        off |= dict.fromkeys((DECODING, ATTENTION), "no layer attends")
-    elif not model.attends_evenly:  # the kernels take one number of heads for all layers, and values as wide as keys
+        off |= dict.fromkeys((DECODING, ATTENTION), "no attention layers")
+    elif (
+        not model.has_uniform_attention
+    ):  # the kernels need one number of heads for all layers, and values as wide as keys
         off |= dict.fromkeys((DECODING, ATTENTION), "heads or their widths differ")
-    elif model.mixers:  # a captured step has keys in pages, and no states in slots
-        off[DECODING] = "layers with a state"
+    elif model.mixers:  # captured steps support keys in pages, but no states in slots
+        off[DECODING] = "recurrent layers"
     why = off.get(ATTENTION) or flash_attention.missing(model.device)
     if why is None and model.dtype not in (torch.bfloat16, torch.float16):
         why = "it needs 16 bits"
@@ -53,7 +55,7 @@ def unsupported(model: BaseModel) -> dict[str, str]:
 
 
 class CudaExecution:
-    """Runs on the model's device. `off` maps further parts that the reference computes to the reason."""
+    """The CUDA path of a model. `off`: additional parts to turn off, and why."""
 
     def __init__(self, model: BaseModel, graphs: Graphs | None = None, off: Mapping[str, str] | None = None):
         self.graphs = graphs or CudaGraphs(model.device)
@@ -64,18 +66,18 @@ class CudaExecution:
         self._fused: dict[str, list[nn.Module]] = {}
         model.join(FusedOperations() if self.runs(LAYERS) else None)
         if model.experts:
-            model.module.set_experts_implementation(GROUPED_NAME)  # reads no counts back, so it can be captured
+            model.module.set_experts_implementation(GROUPED_NAME)  # does not synchronise, so it can be captured
         for part, fuse_part in FUSED.items():
             if self.runs(part):
                 self._fused[part] = fuse_part(model.module)
                 if not self._fused[part]:
-                    self.turn_off(part, "no module of this model computes so")
+                    self.turn_off(part, "no matching module in this model")
 
     def runs(self, part: str) -> bool:
         return self._parts[part] == ON
 
     def turn_off(self, part: str, why: str) -> None:
-        """Leave a part to the reference, in passes and in generators that are made from now on."""
+        """Use the reference for a part, in passes and in generators created from now on."""
         self._parts[part] = f"off: {why}"
         if part == LAYERS:
             self._model.join(None)

@@ -1,8 +1,8 @@
-"""Attention of long passes by the package flash-attn-4, where it is installed.
+"""Attention of large passes with the package flash-attn-4, if it is installed.
 
 Its kernels take the arguments of torch's `varlen_attn` and are faster on an H100: 1.8 times for one sequence of 16,384 tokens of
 Qwen3-4B, forward and backward, 1.5 times for sixteen of 1,024 (docs/gpu.md). A call costs the host 0.12 to 0.18 ms, torch's
-0.08, so small passes, which wait for the host, keep torch's kernel.
+0.08, so small passes, which are bound by the host, use torch's kernel.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 
 PACKAGE = "flash_attn.cute"
 CAPABILITIES = (9, 10)
-"""First numbers of the compute capabilities for which the package has forward and backward kernels of this form."""
+"""Major compute capabilities for which the package has forward and backward varlen kernels."""
 MIN_SCORES = 1 << 24
-"""Products of queries and keys in a pass, for one head, from which the kernel is used: those of 16 sequences of 1,024 tokens."""
+"""Minimum query-key pairs of a pass, per head, for which the kernel is used: as in 16 sequences of 1,024 tokens."""
 
 
 def missing(device: torch.device) -> str | None:
-    """Why the package cannot be used on this device; None: it can."""
-    if not _found():
+    """Why the package cannot be used on this device; None if it can."""
+    if not _is_installed():
         return "flash-attn-4 is not installed"
     if device.type != "cuda":
         return "it needs a GPU"
@@ -30,8 +30,8 @@ def missing(device: torch.device) -> str | None:
     return None if major in CAPABILITIES else f"it has no kernels for compute capability {major}"
 
 
-def _found() -> bool:
-    """An older flash-attn has no part `cute`, and importing that of another one would fail."""
+def _is_installed() -> bool:
+    """Whether flash-attn-4 is installed. Older flash-attn packages have no module `cute`."""
     try:
         return importlib.util.find_spec(PACKAGE) is not None
     except ModuleNotFoundError:
@@ -56,7 +56,7 @@ def attend(
     """
     before, after = window_size
     if after != 0:
-        raise ValueError(f"window_size={window_size}: a token sees no later ones here")
+        raise ValueError(f"window_size={window_size}: attention is causal, so the second number must be 0")
     kernel: Any = importlib.import_module(f"{PACKAGE}.interface").flash_attn_varlen_func
     out, _ = kernel(
         query,

@@ -1,7 +1,7 @@
-"""Compute modules of transformers with fewer kernels: RMSNorm, rotary positions and SwiGLU.
+"""Run modules of transformers with fewer kernels: RMSNorm, rotary positions and SwiGLU.
 
-Each fused form is first compared with the module's original code on random numbers, and used only if it differs by no more than
-rounding. Only the modules of one model change, not transformers itself.
+Each fused form is compared with the module's original code on random numbers, and used only if they agree up to rounding. Only
+the modules of one model are changed, not transformers itself.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from tinker_local_backend.engine.cuda import ops
 PROBED_TOKENS = 5
 
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-"""Largest relative difference (of norms) from the module's original result."""
+"""Largest relative difference (of norms) to the module's original result."""
 
 ROTARY = "apply_rotary_pos_emb"
 """The function in transformers' model files that rotates queries and keys."""
 
 
 def fuse_norms(model: nn.Module) -> list[nn.Module]:
-    """Let RMS norms use torch's fused kernel. Returns the modules that now do."""
+    """Make RMS norms use torch's fused kernel. Returns the changed modules."""
     fused: list[nn.Module] = []
     for module in model.modules():
         weight = getattr(module, "weight", None)
@@ -42,7 +42,7 @@ def _norm(module: Any, eps: float) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def fuse_swiglu(model: nn.Module) -> list[nn.Module]:
-    """Compute silu(gate) * up in one kernel. Returns the modules that now do."""
+    """Make MLPs compute silu(gate) * up in one kernel. Returns the changed modules."""
     fused: list[nn.Module] = []
     for module in model.modules():
         gate, up, down = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
@@ -68,7 +68,7 @@ def _replace(module: nn.Module, forward: Callable[[torch.Tensor], torch.Tensor],
 
 
 def _random(module: nn.Module, *shape: int) -> torch.Tensor:
-    """Random numbers in the module's dtype on its device, the same in every run."""
+    """Random numbers in the module's dtype on its device, reproducible."""
     like = next(module.parameters())
     return torch.randn(shape, generator=torch.Generator().manual_seed(shape[-1])).to(like.device, like.dtype)
 
@@ -81,7 +81,7 @@ def _agree(fused: torch.Tensor, original: torch.Tensor) -> bool:
 
 
 def fuse_rotary(model: nn.Module) -> list[nn.Module]:
-    """Rotate queries and keys in one kernel each. Returns the attention modules that now do."""
+    """Make attention modules rotate queries and keys in one kernel each. Returns the changed modules."""
     fused: list[nn.Module] = []
     for module in model.modules():
         forward = getattr(type(module), "forward", None)
@@ -89,7 +89,7 @@ def fuse_rotary(model: nn.Module) -> list[nn.Module]:
             continue
         original, dim = forward.__globals__.get(ROTARY), getattr(module, "head_dim", None)
         if callable(original) and isinstance(dim, int) and dim % 2 == 0 and _rotates_halves(original, module, dim):
-            # The module's code with another function under that name, in this module only.
+            # The module's code with `rotate_both` as that global name, in this module only.
             patched = FunctionType(
                 forward.__code__,
                 {**forward.__globals__, ROTARY: rotate_both},
@@ -104,7 +104,7 @@ def fuse_rotary(model: nn.Module) -> list[nn.Module]:
 
 
 def restore(modules: Sequence[nn.Module]) -> None:
-    """Give these modules their original forward back."""
+    """Restore the original forward of these modules."""
     for module in modules:
         del module.forward
 
@@ -112,7 +112,7 @@ def restore(modules: Sequence[nn.Module]) -> None:
 def rotate_both(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate the first R numbers of each head of q (1, H, T, D) and k (1, KV, T, D) by cos and sin (1, T, R). Shapes stay."""
+    """Rotate the first R numbers of each head of q (1, H, T, D) and k (1, KV, T, D) by cos and sin (1, T, R)."""
     cos, sin = cos.squeeze(0), sin.squeeze(0)
     width = cos.shape[-1]
 
@@ -125,9 +125,9 @@ def rotate_both(
 
 @torch.no_grad()
 def _rotates_halves(original: Callable[..., Any], module: nn.Module, dim: int) -> bool:
-    """Whether the model file's function equals `rotate_both`, also where it rotates a part of each head.
+    """Whether the model file's function equals `rotate_both`, also if it rotates only part of each head.
 
-    Others take neighbouring pairs, or the last part.
+    Others rotate interleaved pairs, or the last part.
     """
     q, k = _random(module, 1, 6, PROBED_TOKENS, dim).split([4, 2], dim=1)
     angles = _random(module, 2, 1, PROBED_TOKENS, dim // 2)
@@ -138,7 +138,7 @@ def _rotates_halves(original: Callable[..., Any], module: nn.Module, dim: int) -
         except (RuntimeError, TypeError, ValueError):
             if half == dim // 2:
                 return False
-            continue  # it rotates whole heads only
+            continue  # it supports only whole heads
         if not all(_agree(x, y) for x, y in zip(rotate_both(q, k, cos, sin), originals, strict=True)):
             return False
     return True

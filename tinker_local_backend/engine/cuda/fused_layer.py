@@ -1,4 +1,4 @@
-"""What a joined decoder layer computes between its products, in one kernel each."""
+"""The operations between the projections of a joined decoder layer, in one kernel each."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ from tinker_local_backend.engine.model.passes import AttentionPlan
 class FusedOperations(LayerOperations):
     """LayerOperations with the kernels of ops.py.
 
-    The backward pass keeps the inputs of these kernels, and makes their outputs again where a product or attention needs them:
+    Only the inputs of these kernels are saved for the backward pass; outputs that a product or attention needs are recomputed:
     a third less memory for a few percent of the time.
 
     Args:
-        residuals: dtype of the residuals of a model in 16 bits. Rounding their sum to 16 bits after every addition is what sets
-            sampled and trained logprobs apart most: it is relative to all that the layers before have added, not to what one
-            adds.
-        keeps: keep the outputs too.
+        residuals: dtype of the residual stream of a 16-bit model. In 16 bits, rounding it after every addition would be the
+            largest difference between sampled and trained logprobs, because the error is relative to the whole sum.
+        saves_outputs: save the outputs too.
     """
 
-    def __init__(self, residuals: torch.dtype | None = torch.float32, keeps: bool = False):
-        self._residuals, self._keeps = residuals, keeps
+    def __init__(self, residuals: torch.dtype | None = torch.float32, saves_outputs: bool = False):
+        self._residuals, self._saves_outputs = residuals, saves_outputs
 
     def recomputing(self) -> FusedOperations:
-        return FusedOperations(self._residuals, keeps=True)
+        return FusedOperations(self._residuals, saves_outputs=True)
 
     def residual(self, x_TH: torch.Tensor) -> torch.Tensor:
         return x_TH.to(self._residuals) if self._residuals is not None and x_TH.itemsize == 2 else x_TH
@@ -52,7 +51,7 @@ class FusedOperations(LayerOperations):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x_TH, normed = self.add_norm(x_TH, delta_TH, norm)
         total = x_TH.detach()
-        with self._made_again([normed], lambda: [ops.norm(total, norm.weight, norm.variance_epsilon)]):
+        with self._recomputed([normed], lambda: [ops.norm(total, norm.weight, norm.variance_epsilon)]):
             return x_TH, product(normed)
 
     def attend(self, layer: JoinedLayer, qkv_TO: torch.Tensor, rotary: Rotary, plan: AttentionPlan) -> torch.Tensor:
@@ -63,7 +62,7 @@ class FusedOperations(LayerOperations):
             query = ops.store_heads(qkv_TO, *of_heads, keys, values, plan.tables, plan.positions)
             return plan.attend_stored(layer.attention, query).flatten(1)
         heads, qkv = ops.split_heads(qkv_TO, *of_heads), qkv_TO.detach()
-        with self._made_again(heads, lambda: ops.split_heads(qkv, *of_heads)):
+        with self._recomputed(heads, lambda: ops.split_heads(qkv, *of_heads)):
             return plan.attend(layer.attention, *(part.transpose(0, 1)[None] for part in heads)).flatten(2)[0]
 
     def gated_product(
@@ -72,37 +71,37 @@ class FusedOperations(LayerOperations):
         if not layer.is_silu:
             return super().gated_product(layer, gate_up_TO, product)
         gated, gate_up = ops.joined_swiglu(gate_up_TO), gate_up_TO.detach()
-        with self._made_again([gated], lambda: [ops.joined_swiglu(gate_up)]):
+        with self._recomputed([gated], lambda: [ops.joined_swiglu(gate_up)]):
             return product(gated)
 
-    def _made_again(
-        self, made: Sequence[torch.Tensor], make: Callable[[], Sequence[torch.Tensor]]
+    def _recomputed(
+        self, outputs: Sequence[torch.Tensor], compute: Callable[[], Sequence[torch.Tensor]]
     ) -> AbstractContextManager[object]:
-        """Within: autograd saves none of these tensors, nor views of their shape, but calls `make` for them."""
-        if self._keeps or not torch.is_grad_enabled():
+        """Within: autograd does not save these outputs, or views of their shape, but calls `compute` in the backward pass."""
+        if self._saves_outputs or not torch.is_grad_enabled():
             return nullcontext()
-        places = {tensor.data_ptr(): i for i, tensor in enumerate(made)}
-        shapes, again = [tensor.shape for tensor in made], _Again(make)
+        indices = {tensor.data_ptr(): i for i, tensor in enumerate(outputs)}
+        shapes, recomputed = [tensor.shape for tensor in outputs], _Recomputed(compute)
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | int:
-            place = places.get(tensor.data_ptr())
+            index = indices.get(tensor.data_ptr())
             # Detached: an operation may save its own result, whose graph would keep itself alive when a pass fails.
-            return tensor.detach() if place is None or tensor.shape != shapes[place] else place
+            return tensor.detach() if index is None or tensor.shape != shapes[index] else index
 
-        return torch.autograd.graph.saved_tensors_hooks(pack, again.unpacked)
+        return torch.autograd.graph.saved_tensors_hooks(pack, recomputed.unpack)
 
 
-class _Again:
-    """Makes tensors again, together; each is handed out once."""
+class _Recomputed:
+    """Recomputes the outputs of an operation together, and returns each once."""
 
-    def __init__(self, make: Callable[[], Sequence[torch.Tensor]]):
-        self._make = make
-        self._made: dict[int, torch.Tensor] = {}
+    def __init__(self, compute: Callable[[], Sequence[torch.Tensor]]):
+        self._compute = compute
+        self._outputs: dict[int, torch.Tensor] = {}
 
-    def unpacked(self, packed: torch.Tensor | int) -> torch.Tensor:
+    def unpack(self, packed: torch.Tensor | int) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
             return packed
-        if packed not in self._made:
+        if packed not in self._outputs:
             with torch.no_grad():
-                self._made = dict(enumerate(self._make()))
-        return self._made.pop(packed)
+                self._outputs = dict(enumerate(self._compute()))
+        return self._outputs.pop(packed)

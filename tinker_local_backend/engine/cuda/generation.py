@@ -1,6 +1,6 @@
 """A generator that decodes in bursts of captured steps over a KV cache of fixed pages.
 
-Nothing is in flight between two calls of `step`, so the base class admits, cancels and yields to training as usual. Tokens after
+No step is in flight between two calls of `step`, so the base class admits, cancels and yields to training as usual. Tokens after
 a stop are dropped: about half a burst per sequence.
 """
 
@@ -25,8 +25,8 @@ from tinker_local_backend.engine.sampling.pages import PAGE_TOKENS, pages_for
 class BurstGenerator(Generator):
     """A Generator whose decode steps are captured by `graphs`.
 
-    With `exact_rows` every step has so many rows and every prompt is computed alone, so that a sample's bits depend on its
-    request and not on what else runs, as far as products of one size have this property (docs/gpu.md).
+    With `exact_rows` every step has this number of rows and every prompt is prefilled alone, so that a sample's bits depend only
+    on its request, if equally sized products have this property (docs/gpu.md).
     """
 
     fixed_pages = True
@@ -47,18 +47,18 @@ class BurstGenerator(Generator):
         super().__init__(model, kv_budget_tokens, random_seed, prefill_tokens, most)
         longest = min(model.context_length, kv_budget_tokens)
         self.decoder = Decoder(model, self._cache, graphs, longest, exact_rows)
-        self._scheduler.alone = exact_rows is not None
+        self._scheduler.isolates_prompts = exact_rows is not None
 
     def _emit(self, batch: DecodeBatch, hidden_RH: torch.Tensor) -> None:
-        # The sums of an eager choice of tokens depend on their number: the next step feeds the last token of these prompts again.
-        if not self._scheduler.alone:
+        # Sums in an eager choice of tokens depend on the batch size. Skip it: the next step feeds the prompts' last tokens again.
+        if not self._scheduler.isolates_prompts:
             super()._emit(batch, hidden_RH)
 
     def _decode(self) -> None:
         batch = self._batches.next_batch(self._running)
         steps = self._allocate_ahead(batch)
         rows = batch.rows
-        self._batches.clear()  # the decoder has other arrays for a burst
+        self._batches.clear()  # the decoder keeps its own arrays
         self._batches.charge(rows, steps)
         for group in list(_by_slots(rows)):
             self._burst(group, steps)
@@ -66,8 +66,8 @@ class BurstGenerator(Generator):
     def _allocate_ahead(self, batch: DecodeBatch) -> int:
         """Allocate pages for the next steps of every sequence. Returns the steps: fewer than BURST if the pool is nearly full."""
         rows = batch.rows
-        # Top-k logprobs are read from the logits of a step, which the next one overwrites. Under a constraint, the host says
-        # after each token which may follow. Where logits change, it draws the token.
+        # Top-k logprobs are read from a step's logits, which the next step overwrites. The host computes
+        # the masks of a constraint after each token, and draws tokens from changed logits.
         steps = 1 if any(map(_needs_the_host, rows)) else BURST
         for row in rows:
             self._free_unseen(row.table, row.length, self._store)
@@ -90,17 +90,19 @@ class BurstGenerator(Generator):
         burst = self.decoder.run([_decode_row(row) for row in rows], steps, allowed_RW, wants_logits)
         if burst.tempered is not None:
             record_topk(rows, burst.tempered)
-        all_tokens, all_logprobs, all_among = burst.tokens, burst.logprobs, burst.among
+        all_tokens, all_logprobs, all_constrained = burst.tokens, burst.logprobs, burst.constrained
         if burst.tempered is not None and any(row.logits is not None for row in rows):  # then there was one step
             batch = DecodeBatch(rows, self._model.device)
             drawn = batch.draw_changed(burst.tempered, allowed_RW)
-            all_tokens, all_logprobs, among = (values.cpu().numpy()[None] for values in drawn)
-            all_among = None if allowed_RW is None else among
+            all_tokens, all_logprobs, constrained = (values.cpu().numpy()[None] for values in drawn)
+            all_constrained = None if allowed_RW is None else constrained
         active = dict(enumerate(rows))
         for step, (tokens, logprobs) in enumerate(zip(all_tokens, all_logprobs, strict=True)):
             columns = list(active)
-            among = None if all_among is None else all_among[step][columns].tolist()
-            ended = self._append(list(active.values()), tokens[columns].tolist(), logprobs[columns].tolist(), among)
+            constrained = None if all_constrained is None else all_constrained[step][columns].tolist()
+            ended = self._append(
+                list(active.values()), tokens[columns].tolist(), logprobs[columns].tolist(), constrained
+            )
             ended_ids = {id(row) for row in ended}
             active = {i: row for i, row in active.items() if id(row) not in ended_ids}
             if not active:
@@ -112,7 +114,7 @@ def _needs_the_host(row: Running) -> bool:
 
 
 def _by_slots(running: Sequence[Running]) -> Iterator[list[Running]]:
-    """Split the rows into groups whose adapters fit the slots: not too many, and of one layout on routed experts."""
+    """Split the rows into groups whose adapters fit the slots: at most SLOTS, with one layout on routed experts."""
     rows: list[Running] = []
     adapters: dict[int, Adapter] = {}
     for row in running:
@@ -129,7 +131,7 @@ def _by_slots(running: Sequence[Running]) -> Iterator[list[Running]]:
 
 
 def _end(row: Running) -> int:
-    """Position of the last token that `max_tokens` allows. It is never fed."""
+    """Position of the last token that `max_tokens` allows, which is never fed."""
     request = row.ticket.request
     return len(request.prompt) + request.max_tokens - 1
 

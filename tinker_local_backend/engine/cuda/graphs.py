@@ -1,7 +1,7 @@
 """Capture a step once and replay it, as a CUDA graph.
 
-A replay runs no Python: scalars, shapes and addresses are those of the capture. A step must read everything that changes from
-tensors at fixed addresses.
+A replay runs no Python: scalars, shapes and addresses are fixed at capture. A step must read all changing inputs from tensors at
+fixed addresses.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ class Graphs(Protocol):
     """Captures steps."""
 
     epoch: int
-    """changes when captured steps were given back: from then on no earlier one may be replayed"""
+    """changes when captured steps are released; steps of earlier epochs must not be replayed"""
 
     def capture(self, step: Step) -> tuple[Callable[[], None], torch.Tensor]:
         """Returns a function that replays the step, and the tensor that the step returned, which every replay overwrites.
 
-        A capture runs the step at least once, so call this while its tensors hold nothing that matters. An error of the step
-        is raised as it is, and leaves the next capture possible.
+        A capture runs the step at least once, so its tensors must not hold live data. Errors of the step are raised unchanged,
+        and later captures still work.
         """
         ...
 
     def release(self) -> bool:
-        """Give the memory of all captured steps back. Returns whether there were any."""
+        """Free the memory of all captured steps. Returns whether there were any."""
         ...
 
 
 class CudaGraphs:
     """CUDA graphs of one device that share a memory pool and a stream. Only one of them may run at a time.
 
-    What a graph needs while it runs is shared: torch gives a later capture the memory that an earlier one has freed, if both
-    used one pool and one stream. It gives it whole blocks, so a batch takes the memory of a larger one, and hardly that of a
-    smaller one; decoder.py drops the smaller ones where they add up. What a step returns stays its own while somebody holds it.
+    Graphs share temporary memory: a capture reuses memory that an earlier one freed in the same pool and stream. It reuses whole
+    blocks, so a batch fits into the memory of a larger one, but hardly into that of smaller ones; decoder.py drops smaller graphs
+    when they add up. A step's result is not reused while it is referenced.
     """
 
     def __init__(self, device: torch.device):
@@ -64,20 +64,20 @@ class CudaGraphs:
         graph = torch.cuda.CUDAGraph()
         failures: list[Exception] = []
         try:
-            # thread_local: another thread of the program may use CUDA in ways that a capture forbids.
-            # The outer context: where a capture cannot be ended, torch stays on its stream.
+            # thread_local: other threads may use CUDA in ways that a capture forbids.
+            # The outer stream context: if a capture cannot be ended, torch stays on the capture's stream.
             with (
-                _nothing_collected(),
+                _no_garbage_collection(),
                 torch.cuda.stream(current),
                 torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
-                _noting(failures),
+                _recording(failures),
             ):
                 result = step()
         except Exception as error:
             self._abandon()
             if not failures:
                 raise
-            raise failures[0] from error  # that of ending the capture says only that there was another one
+            raise failures[0] from error  # `error` only says that the capture was invalidated
         self._graphs.add(graph)
         return graph.replay, result
 
@@ -86,17 +86,17 @@ class CudaGraphs:
         for graph in graphs:
             graph.reset()
         self._graphs.clear()
-        self._pool = None  # a pool that no graph uses is gone
+        self._pool = None  # torch frees a pool that no graph uses
         self.epoch += 1
         return bool(graphs)
 
     def _abandon(self) -> None:
-        """After a capture that failed: end what is left of it, and use its pool no more."""
+        """Clean up after a failed capture, and drop its pool."""
         if self._pool is None:
             return
         index = self._device.index if self._device.index is not None else torch.cuda.current_device()
-        # Where the device refuses to end a capture, torch does not get to the end of its own part: the allocator keeps
-        # recording, and every later capture into this pool fails. If it did get there, it refuses to do so twice.
+        # If the device refuses to end a capture, torch's allocator keeps recording into the pool, and every later capture fails.
+        # If the allocator has already stopped, these calls raise RuntimeError.
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(index, self._pool)
             torch._C._cuda_releasePool(index, self._pool)
@@ -104,8 +104,8 @@ class CudaGraphs:
 
 
 @contextmanager
-def _nothing_collected() -> Iterator[None]:
-    """Collecting an earlier graph gives it back to the driver, which breaks the capture that is under way (seen on an H100)."""
+def _no_garbage_collection() -> Iterator[None]:
+    """Collecting an earlier graph frees it in the driver, which breaks the current capture (seen on an H100)."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -116,8 +116,8 @@ def _nothing_collected() -> Iterator[None]:
 
 
 @contextmanager
-def _noting(failures: list[Exception]) -> Iterator[None]:
-    """Append an error to the list on its way."""
+def _recording(failures: list[Exception]) -> Iterator[None]:
+    """Append an error to the list and re-raise it."""
     try:
         yield
     except Exception as error:
@@ -126,7 +126,7 @@ def _noting(failures: list[Exception]) -> Iterator[None]:
 
 
 class Uncaptured:
-    """Captures nothing: every replay runs the step in Python. Captured steps are compared with this."""
+    """Runs the step in Python at every replay, to compare captured steps with, or without a GPU."""
 
     epoch = 0
 

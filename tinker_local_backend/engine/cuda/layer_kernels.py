@@ -1,7 +1,7 @@
-"""Triton kernels between the products of a joined decoder layer, forward and backward: residual sums with their RMS norm, and
+"""Triton kernels between the projections of a joined decoder layer, forward and backward: residual sums with their RMS norm, and
 queries, keys and values with their norms and rotary positions.
 
-Weights of norms are frozen, so there are no gradients for them.
+Norm weights are frozen and get no gradients.
 """
 
 import torch
@@ -10,12 +10,12 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK_HEADS = 8
-"""Heads of one token that a program of `split_heads` works on."""
+"""Heads of one token per program of `split_heads`."""
 
 
 @triton.jit
 def _add_norm_kernel(x, delta, weight, total, normed, width, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
-    """One row: the sum, rounded, and its norm, which is rounded before the product with the weight; or the norm alone."""
+    """One row: the rounded sum and its norm, rounded before the product with the weight; or the norm only."""
     row = tl.program_id(0).to(tl.int64) * width
     at = tl.arange(0, BLOCK)
     inside = at < width
@@ -130,8 +130,8 @@ def _split_heads_kernel(
     BLOCK_HALF: tl.constexpr,
     PAGE: tl.constexpr,
 ):
-    """Some heads of a token. With pages of PAGE tokens (0: none), keys and values go where its table says; a token with a
-    negative position is idle, and stores neither."""
+    """Some heads of a token. With pages of PAGE tokens (0: no pages), keys and values are stored in the pages of its table; a
+    token with a negative position is idle and stores nothing."""
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     i = tl.arange(0, BLOCK_HALF)
@@ -158,9 +158,9 @@ def _split_heads_kernel(
     of_value = is_value & (heads < H + 2 * KV)[:, None] & inside
     if PAGE > 0:
         position = tl.load(positions + token)
-        place = tl.maximum(position, 0)  # the table of an idle row may be read
-        page = tl.load(tables + token * table_row + place // PAGE).to(tl.int64)
-        at = place % PAGE
+        safe = tl.maximum(position, 0)  # reading the table of an idle row is harmless
+        page = tl.load(tables + token * table_row + safe // PAGE).to(tl.int64)
+        at = safe % PAGE
         live = (position + 0 * heads >= 0)[:, None]  # a vector, as Triton's interpreter wants masks
         is_key, of_value = is_key & live, of_value & live
         to_key = key + page * key_page + (heads[:, None] - H) * key_head + at * key_token + i[None, :]
@@ -234,7 +234,7 @@ def _split_heads_backward_kernel(
     is_value = (heads >= H + KV)[:, None]
     c1, c2 = _rotary_at(cos, token, i, D)
     s1, s2 = _rotary_at(sin, token, i, D)
-    first, second = g1 * c1 + g2 * s2, g2 * c2 + g1 * s1  # the transposed map
+    first, second = g1 * c1 + g2 * s2, g2 * c2 + g1 * s1  # the transposed rotation
     if NORMED:
         a, b = _heads_at(qkv, token, heads, i, H + 2 * KV, D)
         scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + eps)[:, None]
@@ -253,7 +253,7 @@ def _split_heads_backward_kernel(
 
 
 def _shape(qkv: Tensor, norm: Tensor | None, cos: Tensor, kv_heads: int) -> tuple[tuple[int, int], dict[str, int]]:
-    """Grid, and the constants of both kernels."""
+    """Grid and constants of both kernels."""
     tokens, dim = cos.shape
     heads = qkv.shape[1] // dim
     return (tokens, triton.cdiv(heads, BLOCK_HEADS)), {

@@ -1,7 +1,7 @@
 """Triton kernels for LoRA in decoding: rows of many adapters and of the base model in one pair of launches.
 
-Rows come in blocks of one adapter each (`adapter_slots.row_blocks`), so a block reads its adapter's matrices once and the
-products run on tensor cores. The inner sum is divided into splits that are added in a fixed order, without atomics.
+Rows are grouped into blocks of one adapter each (`adapter_slots.row_blocks`), so a block reads its adapter's matrices once and
+products run on tensor cores. The inner sum is split (split-K), and the splits are added in a fixed order, without atomics.
 """
 
 import torch
@@ -12,13 +12,13 @@ from torch import Tensor
 from tinker_local_backend.engine.cuda.adapter_slots import BLOCK_RANK, BLOCK_ROWS
 
 SPLITS = 8
-"""Splits of the inner sum, so that a batch of few blocks fills the GPU."""
+"""Splits of the inner sum, so that even a few blocks fill the GPU."""
 
 BLOCK_IN, BLOCK_OUT = 128, 128
 """Columns of the input and of the output that a program loads at a time."""
 
 STAGES = {2: 3, 4: 2}
-"""Blocks of the loops in flight, by the bytes of a number: 99 KB of shared memory hold them."""
+"""Pipeline stages of the loops, by itemsize, so that they fit into 99 KB of shared memory."""
 
 
 @triton.jit
@@ -119,12 +119,12 @@ def _expand_kernel(
 
 
 def block_out(ends: list[int], itemsize: int = 2) -> int:
-    """Columns of a program of the expansion: all of one part, and half as many in float32, whose numbers take more registers."""
+    """Output columns per program of `_expand_kernel`, all of one part; half as many in float32, which needs more registers."""
     block = BLOCK_OUT if itemsize <= 2 else BLOCK_OUT // 2
     while block > BLOCK_ROWS and any(end % block for end in ends[:-1]):
         block //= 2
     if any(end % block for end in ends[:-1]):
-        raise ValueError(f"the parts of a joined product end at {ends}, not at multiples of {BLOCK_ROWS}")
+        raise ValueError(f"the parts of a fused linear end at {ends}, not at multiples of {BLOCK_ROWS}")
     return block
 
 

@@ -1,7 +1,7 @@
 """The uniform numbers of engine/sampling/token_choice.py, bit for bit, computed on the device of the logits.
 
-SplitMix64 works on unsigned numbers, which torch cannot shift, so bits are kept in int64. Its sums and products wrap around
-alike; only a right shift must clear the sign bits.
+SplitMix64 works on unsigned numbers, which torch cannot shift, so the bits are in int64. Sums and products wrap around in the
+same way; only right shifts must clear the sign bits.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def _finalize(z: torch.Tensor) -> torch.Tensor:
 
 
 def uniforms(seeds_R: torch.Tensor, positions_R: torch.Tensor) -> torch.Tensor:
-    """One float64 number in [0, 1) per row. Both tensors are int64; `seed_bits` makes the seeds."""
+    """One float64 number in [0, 1) per row. Both tensors are int64; seeds come from `seed_bits`."""
     bits = _finalize(_finalize(seeds_R) + (positions_R + 1) * _GOLDEN)
     return _shifted(bits, 12).double() * 2.0**-52
 

@@ -1,7 +1,7 @@
-"""The operations of plain.py, registered with torch: on CUDA a Triton kernel, on a CPU plain torch, which is the reference in
-tests and runs captured steps without a GPU.
+"""The operations of plain.py as torch custom ops: a Triton kernel on CUDA, plain torch on a CPU, which is the reference in tests
+and runs decode steps without a GPU.
 
-Each has a fake implementation, so that shapes and devices can be checked without running either.
+Each has a fake implementation, for shapes and devices without computation.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ NAMESPACE = "tinker_local"
 
 @cache
 def _kernel(name: str) -> Callable[..., Any]:
-    """The function that launches the Triton kernel of an operation. Triton exists only beside a GPU."""
+    """The function that launches the Triton kernel of an operation. Imported lazily, because Triton needs a GPU."""
     from tinker_local_backend.engine.cuda import (
         choice_kernels,
         elementwise_kernels,
@@ -31,7 +31,7 @@ def _kernel(name: str) -> Callable[..., Any]:
 
 
 def _operation(name: str, fake: Callable[..., Any], mutates: Sequence[str] = ()) -> Any:
-    """Register the operation of plain.py with this name; `fake` makes its results from the arguments, without values."""
+    """Register the operation of plain.py with this name; `fake` returns results of the right shapes, without values."""
     function: Any = getattr(plain, name)
     operation: Any = torch.library.custom_op(f"{NAMESPACE}::{name}", function, mutates_args=mutates, device_types="cpu")
     operation.register_kernel("cuda")(lambda *arguments: _kernel(name)(*arguments))

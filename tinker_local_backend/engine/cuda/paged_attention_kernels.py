@@ -1,7 +1,7 @@
 """Triton kernels for decoding: attention of one new token per row to the pages of its table, and storing keys and values.
 
-Programs work through splits of the keys in parallel; a second kernel combines their results in a fixed order. A row's splits
-depend only on its length and nothing is added atomically, so a row gets the same bits whatever else is in the batch.
+Programs process splits of the keys in parallel (flash decoding); a second kernel combines their results in a fixed order. A row's
+splits depend only on its length and there are no atomics, so a row gets the same bits whatever else is in the batch.
 """
 
 import torch
@@ -10,18 +10,17 @@ import triton.language as tl
 from torch import Tensor
 
 SPLITS = 16
-"""Programs that share the keys of a long row; a power of two. 16 fill a large GPU at batch 1 with 8 key heads."""
+"""Splits of the keys of a long row; a power of two. 16 fill a large GPU at batch 1 with 8 key heads."""
 
 MIN_TOKENS = 256
-"""Minimum tokens of a split: splitting a short row does not pay for the second kernel."""
+"""Minimum tokens of a split: for shorter rows the second kernel costs more than splitting saves."""
 
 BLOCK_TOKENS, BLOCK_BYTES = 64, 256
-"""Keys that a program loads at a time, where one takes no more than these bytes; of larger ones fewer, which fit a block's
-shared memory."""
+"""Keys that a program loads at a time if a key takes at most BLOCK_BYTES; fewer larger ones, to fit into shared memory."""
 
 STAGES, WARPS = 3, 4
-"""Blocks of keys in flight, and warps of a program; twice as many in float32, whose products take more registers than four have
-(Triton 3.6 spills them)."""
+"""Pipeline stages and warps of a program; twice as many warps in float32, whose products otherwise spill registers
+(Triton 3.6)."""
 
 MIN_ROWS = 16
 """Smallest side of a matrix that `tl.dot` takes."""
@@ -108,11 +107,11 @@ def _partial_kernel(
             total = total * shrunk + tl.sum(weights, 1)
             largest = larger
         index = ((row * KV + kv) * SPLITS + split) * BLOCK_M + heads
-        # Rows that only fill the matrix up to MIN_ROWS would be three quarters of what is written.
-        mine = heads < GROUP
-        tl.store(partial + index[:, None] * BLOCK_D + dims[None, :], summed, mask=mine[:, None])
-        tl.store(stats + index * 2, largest, mask=mine)
-        tl.store(stats + index * 2 + 1, total, mask=mine)
+        # Without the mask, three quarters of the stores would be padding up to MIN_ROWS.
+        real = heads < GROUP
+        tl.store(partial + index[:, None] * BLOCK_D + dims[None, :], summed, mask=real[:, None])
+        tl.store(stats + index * 2, largest, mask=real)
+        tl.store(stats + index * 2 + 1, total, mask=real)
 
 
 @triton.jit
@@ -135,8 +134,8 @@ def _combine_kernel(
     BLOCK: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
 ):
-    """Combine the splits of one query head of one row: weight them by their largest scores, sum them in order, and normalise by
-    all weights and the sink's."""
+    """Combine the splits of one query head of one row: rescale them to the largest score, sum them in order, and divide by the
+    sum of all weights, including the sink's."""
     row, head = tl.program_id(0), tl.program_id(1)
     length = tl.load(lengths + row)
     _, base, per = _split_bounds(length, WINDOW, SPLITS, BLOCK, MIN_SPLIT)

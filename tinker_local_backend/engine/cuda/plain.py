@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from tinker_local_backend.engine.sampling.truncation import sorted_truncated
 
 BLOCK_ROWS = 16
-"""of a block of `lora_add`"""
+"""Rows of a block of `lora_add`."""
 
 
 def paged_attention(
@@ -29,10 +29,10 @@ def paged_attention(
         query: (R, H, D), the last dimension contiguous.
         keys, values: (pages, KV, PAGE, D) with H a multiple of KV, the last dimension contiguous.
         tables: (R, P) int32; token t of a row is in page `tables[row, t // PAGE]`.
-        lengths: (R,) int32, tokens that the row sees, the new one included; 0: an idle row, whose result is 0.
-        window: tokens that a row sees at most, counted from its last; 0: all.
+        lengths: (R,) int32, tokens that the row sees, including the new one; 0: an idle row, whose result is 0.
+        window: most tokens that a row sees, counted from its last; 0: all.
         softcap: scores become softcap * tanh(scores / softcap); 0: no cap.
-        sinks: (H,), a score per query head that joins the softmax but has no value; None: no sinks.
+        sinks: (H,), an extra score per query head in the softmax, without a value; None: no sinks.
 
     Returns:
         (R, H, D) contiguous, in the dtype of `query`; sums are float32.
@@ -46,7 +46,7 @@ def paged_attention(
     exact = torch.float64 if query.dtype == torch.float64 else torch.float32
 
     def gathered(pool: Tensor) -> Tensor:
-        """(R, KV, N, D), zero at unseen positions, where the pool may hold anything, even NaN."""
+        """(R, KV, N, D), zero at unseen positions, where the pool may hold NaN."""
         entries = pool[tables.clamp(min=0)].transpose(1, 2).flatten(2, 3).to(exact)
         return torch.where(seen_RN[:, None, :, None], entries, 0.0)
 
@@ -79,14 +79,14 @@ def store_keys(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, tables:
 def lora_add(
     y: Tensor, x: Tensor, a: Tensor, b: Tensor, order: Tensor, blocks: Tensor, scales: Tensor, ends: list[int]
 ) -> None:
-    """Add the deltas of rows of many adapters to the output of a linear, or of P linears joined to one product.
+    """Add the LoRA deltas of rows with different adapters to the output of a linear, or of P fused linears (parts).
 
-    Of part p, y[r] += scales[slot] * b[slot] @ (a_p[slot] @ x[r]) for the rows of each block.
+    For part p: y[r] += scales[slot] * b[slot] @ (a_p[slot] @ x[r]) for the rows of each block.
 
     Args:
         y: (R, out), x: (R, in), rows contiguous.
-        a: (slots, P * rank, in), b: (slots, out, rank), contiguous; rank a power of two, at least 16. Rows p * rank to
-            (p + 1) * rank of A are those of part p.
+        a: (slots, P * rank, in), b: (slots, out, rank), contiguous; rank a power of two, at least 16. Part p has the rows
+            p * rank to (p + 1) * rank of A.
         order: (R,) int32, rows by block.
         blocks: (blocks, 3) int32: slot, first index into `order`, count (at most 16; 0: the block is idle). A row is in at most
             one block; a row in none is unchanged.
@@ -97,7 +97,7 @@ def lora_add(
     for slot, first, count in blocks.tolist():
         if count:
             rows = order[first : first + count].long()
-            # Always as many rows, as in the kernel: a library may compute a row in another way where there are others.
+            # Pad to a fixed number of rows, as in the kernel: a library's result for a row may depend on their number.
             inner = F.linear(F.pad(x[rows], (0, 0, 0, BLOCK_ROWS - count)), a[slot]).split(rank, dim=1)
             deltas = [
                 F.linear(of_part, b[slot, start:end])
@@ -107,7 +107,7 @@ def lora_add(
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, elementwise, of one shape and dtype; rounded after the activation, as in transformers."""
+    """silu(gate) * up, elementwise, for equal shapes and dtypes; rounded after the activation, as in transformers."""
     return F.silu(gate) * up
 
 
@@ -148,15 +148,15 @@ def _wide(x: Tensor) -> torch.dtype:
 def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x + delta, and the RMS norm of that sum times `weight`.
 
-    x: (T, H) contiguous, float32 or of the dtype of `weight` (H,); delta: (T, H) contiguous, of the latter. Returns two (T, H):
-    the sum in the dtype of x, and its norm in that of the weight.
+    x: (T, H) contiguous, float32 or the dtype of `weight` (H,); delta: (T, H) contiguous, in the dtype of `weight`. Returns two
+    (T, H): the sum in the dtype of x, and its norm in the dtype of `weight`.
     """
     total = x + delta
     return total, _rms_norm(total, weight, eps)[0]
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The norm of `add_norm` alone."""
+    """Only the norm of `add_norm`, without a delta."""
     return _rms_norm(x, weight, eps)[0]
 
 
@@ -172,11 +172,11 @@ def add_norm_backward(
 def split_heads(
     qkv: Tensor, norm: Tensor | None, cos: Tensor, sin: Tensor, kv_heads: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of a joined product; queries and keys normalised and rotated.
+    """Queries, keys and values from the fused projection; queries and keys normalised and rotated.
 
     Args:
         qkv: (T, (H + 2 KV) D) contiguous.
-        norm: (H + KV, D) weights of the RMS norm of each query and key head; None: they are not normalised.
+        norm: (H + KV, D) weights of the RMS norm of each query and key head; None: no norm.
         cos, sin: (T, D): a head x becomes x * cos + (x rolled by D / 2) * sin.
 
     Returns:
@@ -204,7 +204,7 @@ def store_heads(
     tables: Tensor,
     positions: Tensor,
 ) -> Tensor:
-    """`split_heads`, whose keys and values go where `store_keys` stores them. Returns the queries (T, H, D)."""
+    """`split_heads`, with keys and values stored as by `store_keys`. Returns the queries (T, H, D)."""
     query, key, value = split_heads(qkv, norm, cos, sin, kv_heads, eps)
     store_keys(key, value, keys, values, tables, positions)
     return query
@@ -231,7 +231,7 @@ def split_heads_backward(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> Tensor:
-    """Rotary positions: x * cos + rotate_half(x) * sin; with `backward` the transposed map.
+    """Rotary positions: x * cos + rotate_half(x) * sin; with `backward` the transposed rotation.
 
     x (T, H, D) with any strides, cos and sin (T, D), D even -> (T, H, D) contiguous.
     """
@@ -247,5 +247,5 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> Tensor:
 
 
 def truncate(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """truncation.truncated, without a read. Rows of `probs` (R, V) float32 contiguous; the limits (R,) contiguous."""
+    """truncation.truncated without synchronisation. Rows of `probs` (R, V) float32 contiguous; the limits (R,) contiguous."""
     return sorted_truncated(probs, top_k, top_p, min_p)

@@ -1,7 +1,7 @@
-"""Before a model serves on a GPU, check that each part gives the reference's results at the model's real shapes.
+"""Checks at start-up on a GPU that each part of the CUDA path agrees with the reference at the model's real shapes.
 
 A part that fails is turned off, with a warning that names the check and its numbers; the reference computes it instead.
-TINKER_LOCAL_CUDA=strict raises an error, and =eager leaves everything to the reference.
+TINKER_LOCAL_CUDA=strict raises an error instead, and =eager uses only the reference.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ CHECKS = (
     Check("rotary", "rotary positions and their gradient", checks.rotary),
     Check("swiglu", "SwiGLU and its gradients", checks.swiglu),
 )
-"""In order. After a check fails, the other checks of its part are skipped. `fuse_norms` compares the norms."""
+"""In order. After a check fails, the other checks of its part are skipped. `fuse_norms` itself checks the norms."""
 
 
 @dataclass(frozen=True)
 class Checked:
-    """The result of a check. `failure` says what is wrong; None: it passed."""
+    """The result of a check. `failure` says what is wrong; None if it passed."""
 
     check: Check
     error: float | None
@@ -78,9 +78,9 @@ def run_checks(model: BaseModel, execution: CudaExecution) -> Iterator[Checked]:
 
 
 def checked_execution(model: BaseModel, graphs: Graphs | None = None) -> Execution | None:
-    """The CUDA path of this model without the parts that failed; None under TINKER_LOCAL_CUDA=eager: use the reference.
+    """The CUDA path of this model without the parts that failed; None (the reference) under TINKER_LOCAL_CUDA=eager.
 
-    Raises ModelLoadError for a part that fails under TINKER_LOCAL_CUDA=strict.
+    Raises ModelLoadError if a part fails under TINKER_LOCAL_CUDA=strict.
     """
     mode = environment.read("TINKER_LOCAL_CUDA")
     if mode == "eager":
@@ -93,7 +93,7 @@ def checked_execution(model: BaseModel, graphs: Graphs | None = None) -> Executi
         if mode == "strict":
             raise ModelLoadError(
                 f"model {model.name!r}: {checked.check.part} on {model.device} is wrong: {checked.failure}. "
-                "TINKER_LOCAL_CUDA=strict makes this an error; unset it to go on without this part, and report it (docs/gpu.md)"
+                "TINKER_LOCAL_CUDA=strict makes this an error; unset it to run without this part, and report it (docs/gpu.md)"
             )
         logger.warning(
             "%s on %s is turned off, the reference computes it: %s. Please report this (docs/gpu.md)",

@@ -1,6 +1,6 @@
 """One decode step as a function of tensors at fixed addresses: forward pass, logits, choice of tokens, inputs of the next step.
 
-It writes its outputs over its inputs, so it can be captured and replayed several times before the host reads.
+It overwrites its inputs with those of the next step, so it can be captured and replayed several times before the host reads.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from tinker_local_backend.engine.sampling.requests import SamplingRequest
 from tinker_local_backend.engine.sampling.token_choice import Rules, choose, choose_allowed, divisors_of
 
 IDLE = -1
-"""Position of a row that is unused or has its last token: it stores nothing and sees nothing."""
+"""Position of a row that is unused or finished: it stores no keys and attends to none."""
 
 
 @dataclass(frozen=True, eq=False)
 class DecodeRow:
-    """A sequence as a step needs it. `pages` are slots of the cache, from page number `first_page` of the sequence on."""
+    """A sequence's inputs of a step. `pages`: cache slots of its pages, starting at its page number `first_page`."""
 
     request: SamplingRequest
-    """its adapter, temperature, top_k, top_p and min_p apply"""
+    """gives the adapter, temperature, top_k, top_p and min_p"""
     token: int
-    """fed next"""
+    """next input token"""
     position: int
-    """of that token; its key is stored there"""
+    """index of that token, where its key is stored"""
     end: int
-    """no token is fed from this position on"""
+    """the row becomes idle at this position"""
     pages: Sequence[int]
     first_page: int
     seed: int
     drawn: int
-    """tokens of the completion so far: the position of the next random number"""
+    """tokens of the completion so far: the index of the next random number"""
     shift: int = 0
-    """what is added to its position for rotary embeddings, behind pictures"""
+    """rotary position minus `position`, after pictures"""
 
 
 @dataclass(frozen=True, eq=False)
 class PagedPlan:
-    """One new token per row of the batch, and the pages that it sees. Lengths are on the device."""
+    """The attention plan of a captured step: one new token per row, with page tables and lengths on the device."""
 
     cache: KVCache
     tables: torch.Tensor
@@ -65,7 +65,7 @@ class PagedPlan:
         return self.attend_stored(layer, query).unsqueeze(0)
 
     def attend_stored(self, layer: LayerAttention, query: torch.Tensor) -> torch.Tensor:
-        """query (R, H, D) -> (R, H, D), once keys and values are stored."""
+        """query (R, H, D) -> (R, H, D), after keys and values are stored."""
         keys, values = self.cache.layer(layer.index)
         window, softcap = layer.window or 0, layer.softcap or 0.0
         return ops.paged_attention(
@@ -98,14 +98,14 @@ class StepState:
         order, blocks = row_blocks([], rows)
         self.order, self.blocks = (torch.from_numpy(array).to(device) for array in (order, blocks))
         self.slots = torch.full((rows,), SLOTS, dtype=torch.int64, device=device)
-        """of each row's adapter; SLOTS: the base model"""
+        """slot of each row's adapter; SLOTS: the base model"""
         self.turn = zeros(1, dtype=torch.int64)
         self.results = zeros(burst, rows, 3, dtype=torch.float64)
-        """token, logprob, and logprob among the allowed tokens of each step; one float64 read returns all exactly"""
+        """token, logprob, and logprob among the allowed tokens of each step; float64, so that one read returns all exactly"""
         self._allowed: torch.Tensor | None = None
 
     def allowed(self, words: int) -> torch.Tensor:
-        """The bits of the allowed tokens, int32 (rows, words). Made when first needed; its address stays."""
+        """The bits of the allowed tokens, int32 (rows, words). Allocated on first use, at a fixed address."""
         if self._allowed is None:
             shape = (len(self.tokens), words)
             self._allowed = torch.full(shape, -1, dtype=torch.int32, device=self.tokens.device)
@@ -157,15 +157,15 @@ def decode_step(
     limited: bool,
     words: int | None = None,
 ) -> torch.Tensor:
-    """Decode one token for each non-idle row of the first `rows`. Reads nothing back from the device.
+    """Decode one token for each active row of the first `rows`. Does not synchronise with the device.
 
     Args:
         slots: the adapters; None: every row uses the base model.
         limited: whether some row has a top_k, top_p or min_p.
-        words: the words of a row's allowed tokens, if some row has a constraint. `state.allowed` then holds them for one step.
+        words: number of words in the bits of a row's allowed tokens (`state.allowed`), if some row has a constraint.
 
     Returns:
-        the tempered logits (rows, vocabulary) float32.
+        logits / temperature (rows, vocabulary) float32.
     """
     positions = state.positions[:rows]
     plan = PagedPlan(cache, state.tables[:rows], positions, positions + 1)
@@ -195,10 +195,10 @@ def decode_step(
     draws = uniforms(state.seeds[:rows], drawn)
     if words is None:
         tokens, logprobs, tempered = choose(logits, rules, draws)
-        among = logprobs
+        constrained = logprobs
     else:
-        tokens, logprobs, tempered, among = choose_allowed(logits, rules, draws, state.allowed(words)[:rows])
-    results = torch.stack((tokens.double(), logprobs.double(), among.double()), dim=-1)
+        tokens, logprobs, tempered, constrained = choose_allowed(logits, rules, draws, state.allowed(words)[:rows])
+    results = torch.stack((tokens.double(), logprobs.double(), constrained.double()), dim=-1)
     state.results[:, :rows].index_copy_(0, state.turn, results.unsqueeze(0))
     state.turn.add_(1)
     drawn.add_(1)

@@ -1,9 +1,8 @@
-"""Attention of a packed pass in one call for all its sequences, by torch's `varlen_attn` or, in large ones, flash-attn-4.
+"""Attention of a packed pass in one call for all its sequences, with torch's `varlen_attn` or, in large passes, flash-attn-4.
 
-The segments of the plan become cumulative lengths. A prefix that several sequences share is computed once, as everywhere in the
-engine; its keys are then copied for each of them. The gradients of all copies are summed in float32 in a fixed order (the
-backward pass of `index_select` adds bfloat16 numbers atomically). Keys of tokens that are in the KV cache already (a prompt
-that begins there, or the later pieces of a long one) are gathered from its pages.
+The segments of the plan become cumulative lengths. A shared prefix is computed once and its keys are copied for each sequence.
+The gradients of all copies are summed in float32 in a fixed order (the backward pass of `index_select` adds bfloat16 numbers
+atomically). Keys that are already in the KV cache (a cached prefix, or earlier chunks of a prompt) are gathered from its pages.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ MAX_DIM = 256
 
 @dataclass(frozen=True, eq=False)
 class Copies:
-    """The T rows of a pass, with the keys read from the cache behind them, and the K gathered keys that copy them.
+    """Copies of a pass's T rows, followed by keys from the cache, into K gathered keys.
 
     `gathered` (K,): the row that each key copies. `originals` (T,): each row's index among the gathered keys, in its segment.
-    `shared`: for every m > 1, the rows (S,) with m copies, and the indices (S, m) of these.
+    `shared`: for every m > 1, the rows (S,) with m copies, and the indices (S, m) of the copies.
     """
 
     gathered: torch.Tensor
@@ -41,22 +40,22 @@ class Copies:
 
 @dataclass(eq=False)
 class VarlenPlan:
-    """A packed plan whose segments are all attended to in one call."""
+    """A packed plan with one attention call for all segments."""
 
     plan: PackedPlan
-    """attends in the layers that varlen_attn does not support"""
+    """computes the layers that varlen_attn does not support"""
     queries: torch.Tensor
     """(N + 1,) int32: cumulative lengths of the segments' queries"""
     keys: torch.Tensor
-    """(N + 1,) int32: cumulative lengths of their keys, prefixes included"""
+    """(N + 1,) int32: cumulative lengths of their keys, including prefixes"""
     max_queries: int
     max_keys: int
     copies: Copies | None
-    """None: no prefix is shared, none is in the cache, and no key is copied"""
+    """None if no prefix is shared or cached"""
     cached: tuple[torch.Tensor, torch.Tensor] | None = None
-    """(C,) int64: page of the cache, and place in it, of each key that is read from there"""
+    """(C,) int64: page slot and offset of each key that is read from the cache"""
     flash: bool = False
-    """the pass is large enough for flash-attn-4, which can be used"""
+    """use flash-attn-4: it is available and the pass is large enough"""
 
     @classmethod
     def of(cls, plan: PackedPlan, device: torch.device, flash: bool = False) -> VarlenPlan:
@@ -89,7 +88,7 @@ class VarlenPlan:
             key, value = torch.cat((key, stored_keys[pages, :, at])), torch.cat((value, stored_values[pages, :, at]))
         if self.copies is not None:
             key, value = gather_rows(key, self.copies), gather_rows(value, self.copies)
-        # The engine's window counts the token itself, varlen_attn's only earlier tokens.
+        # The engine's window includes the token itself, varlen_attn's does not.
         window = (-1, 0) if layer.window is None else (layer.window - 1, 0)
         lengths = (self.queries, self.keys, self.max_queries, self.max_keys)
         kernel = flash_attention.attend if self.flash else _varlen
@@ -97,28 +96,28 @@ class VarlenPlan:
 
 
 def suits(layer: LayerAttention, query: torch.Tensor) -> bool:
-    """Whether varlen_attn supports this layer: on CUDA in 16 bits, no soft cap, no sinks. The CPU stand-in takes any dtype."""
+    """Whether varlen_attn supports this layer: 16 bits on CUDA, no soft cap, no sinks. The CPU stand-in takes any dtype."""
     in_16_bits = query.dtype in (torch.bfloat16, torch.float16) or query.device.type == "cpu"
     plain = layer.softcap is None and layer.sinks is None
     return in_16_bits and plain and query.shape[-1] <= MAX_DIM and query.shape[-1] % 8 == 0
 
 
 def _before(segment: Segment) -> int:
-    """Tokens that a segment sees before its own."""
+    """Number of tokens that a segment sees before its own."""
     if segment.prefix is not None:
         return segment.prefix[1] - segment.prefix[0]
     return 0 if segment.table is None else segment.past
 
 
 def _cached(segments: Sequence[Segment]) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Where the cache has the keys before the segments that begin there, segment after segment."""
-    pages, places = [], []
+    """Page slots and offsets of the cached keys before segments, segment after segment; None without any."""
+    pages, offsets = [], []
     for segment in segments:
         if segment.table is not None and segment.past:
             used = segment.table[: pages_for(segment.past)]
             pages.append(used.repeat_interleave(PAGE_TOKENS)[: segment.past])
-            places.append(torch.arange(segment.past, device=used.device) % PAGE_TOKENS)
-    return (torch.cat(pages), torch.cat(places)) if pages else None
+            offsets.append(torch.arange(segment.past, device=used.device) % PAGE_TOKENS)
+    return (torch.cat(pages), torch.cat(offsets)) if pages else None
 
 
 def _copies(segments: Sequence[Segment], device: torch.device) -> Copies:
@@ -173,15 +172,15 @@ def gather_rows(rows_TX: torch.Tensor, copies: Copies) -> torch.Tensor:
 
 
 @cache
-def _asks_for_gqa(varlen_attn: Callable[..., Any]) -> bool:
-    """Whether this torch's function asks to be told of fewer key heads than query heads (from 2.12 on; before, it takes them)."""
+def _has_gqa_flag(varlen_attn: Callable[..., Any]) -> bool:
+    """Whether varlen_attn has the argument `enable_gqa` (torch 2.12 and later; earlier ones always allow fewer key heads)."""
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def _varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *lengths: Any, **options: Any) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    if _asks_for_gqa(varlen_attn):
+    if _has_gqa_flag(varlen_attn):
         options["enable_gqa"] = query.shape[1] > key.shape[1]
     attend: Any = varlen_attn
     return attend(query, key, value, *lengths, **options)

@@ -1,1 +1,1 @@
-"""A frozen base model and the adapters on it: its passes, in plain torch."""
+"""A frozen base model and its adapters: forward and backward passes in plain torch."""

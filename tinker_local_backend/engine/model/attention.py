@@ -22,7 +22,7 @@ from transformers import AttentionInterface
 
 from tinker_local_backend.engine.model.kv_cache import KVCache, KVSlots, LayerShape
 from tinker_local_backend.engine.model.paged_attention import LayerAttention
-from tinker_local_backend.engine.model.passes import AttentionPlan, BothWays, current_pass
+from tinker_local_backend.engine.model.passes import AttentionPlan, Bidirectional, current_pass
 from tinker_local_backend.engine.model.pictures import PassPictures, content_and_offset
 from tinker_local_backend.engine.model.states import StateCache
 from tinker_local_backend.errors import RequestError
@@ -30,7 +30,7 @@ from tinker_local_backend.errors import RequestError
 ATTENTION_NAME = "tinker_local_packed"
 
 SOFTCAP_QUERIES = 256
-"""Queries per step of soft-capped attention: no fused kernel supports it, so the scores are a matrix in memory."""
+"""Queries per step of soft-capped attention: no fused kernel supports it, so the scores are materialised."""
 
 
 Blocks: TypeAlias = tuple[tuple[int, int], ...]
@@ -42,8 +42,8 @@ class Segment:
     """Tokens start:end of the pass: part of one sequence, which attends to itself and to the tokens before it.
 
     `past` tokens precede it: in an earlier segment of the pass, whose start:end is `prefix` (several may share it), or in
-    the KV cache, in the pages `table` (int64), to which the pass appends the segment's keys. In layers with a state it goes on
-    from that of its prefix, or from that in the slot `state_from`; its last state goes into the slot `state_to`.
+    the KV cache, in the pages `table` (int64), to which the pass appends the segment's keys. Recurrent layers start from the
+    prefix's state or from the slot `state_from`, and write the last state to the slot `state_to`.
     """
 
     start: int
@@ -59,12 +59,12 @@ class Segment:
 class Run:
     """`count` adjacent segments of one length, each a whole sequence: one batch of attention.
 
-    `alone`: a single segment that has a prefix or is one.
+    `is_single`: one segment that cannot be batched, because it has past tokens, is a prefix, or has pictures.
     """
 
     first: Segment
     count: int
-    alone: bool
+    is_single: bool
 
     @property
     def length(self) -> int:
@@ -79,21 +79,21 @@ class Run:
 
 @dataclass
 class PackedPlan:
-    """Segments that cover the tokens of the pass in order."""
+    """A packed pass: segments that cover its tokens in order."""
 
     segments: Sequence[Segment]
     cache: KVCache | None = None
     kv_slots: KVSlots | None = None
     """where the cache stores the keys of the pass"""
     states: StateCache | None = None
-    """the slots that segments name"""
+    """holds the slots `state_from` and `state_to` of the segments"""
     pictures: PassPictures | None = None
-    both_ways: BothWays = "no"
-    """set by the pass: the layers in which the tokens of a picture see each other in both directions"""
+    bidirectional: Bidirectional = "no"
+    """set by the pass: the layers with bidirectional attention within pictures"""
     windows: dict[int, int | None] = field(default_factory=dict)
-    """set by the pass: the sliding window that each layer gave to the attention function"""
+    """set by the pass: the sliding window that each layer passed to the attention function"""
     shapes: dict[int, tuple[int, LayerShape]] = field(default_factory=dict)
-    """set by the pass: the query heads of each layer, and what it gave as keys and values"""
+    """set by the pass: the query heads of each layer, and the shape of its keys and values"""
     sinks: bool = False
     """set by the pass: some layer has attention sinks"""
     attending: set[nn.Module] = field(default_factory=set)
@@ -106,38 +106,38 @@ class PackedPlan:
         prefixes = {segment.prefix[0] for segment in self.segments if segment.prefix is not None}
         runs: list[Run] = []
         for segment in self.segments:
-            alone = segment.past > 0 or segment.table is not None or segment.start in prefixes
-            alone = alone or segment.start in self.blocks
-            if not alone and runs and not runs[-1].alone and runs[-1].length == segment.end - segment.start:
+            is_single = segment.past > 0 or segment.table is not None or segment.start in prefixes
+            is_single = is_single or segment.start in self.blocks
+            if not is_single and runs and not runs[-1].is_single and runs[-1].length == segment.end - segment.start:
                 runs[-1] = replace(runs[-1], count=runs[-1].count + 1)
             else:
-                runs.append(Run(segment, 1, alone))
+                runs.append(Run(segment, 1, is_single))
         return runs
 
     @cached_property
     def blocks(self) -> dict[int, Blocks]:
-        """The pictures of each segment that has some, by its start; empty where attention is causal in every layer."""
-        if self.pictures is None or self.both_ways == "no":
+        """Segment start -> its pictures, for segments that have some; empty if attention is causal in every layer."""
+        if self.pictures is None or self.bidirectional == "no":
             return {}
         blocks: dict[int, list[tuple[int, int]]] = {}
         starts = [segment.start for segment in self.segments]
         for start, end in self.pictures.blocks:
             segment = self.segments[bisect_right(starts, start) - 1]
             offset = content_and_offset(int(self.pictures.ids[np.searchsorted(self.pictures.rows, start)]))[1]
-            behind = segment.past - segment.start
-            blocks.setdefault(segment.start, []).append((start + behind - offset, end + behind))
-        return {start: tuple(found) for start, found in blocks.items()}
+            shift = segment.past - segment.start
+            blocks.setdefault(segment.start, []).append((start + shift - offset, end + shift))
+        return {start: tuple(in_segment) for start, in_segment in blocks.items()}
 
     def blocks_of(self, layer: LayerAttention, segment: Segment) -> Blocks:
-        """The pictures of a segment whose tokens see each other in both directions in this layer."""
-        if self.both_ways == "windowed" and layer.window is None:
+        """The pictures of a segment within which this layer attends bidirectionally."""
+        if self.bidirectional == "windowed" and layer.window is None:
             return ()
         return self.blocks.get(segment.start, ())
 
     def visible(
         self, past: int, queries: int, window: int | None, device: torch.device, blocks: Blocks = ()
     ) -> torch.Tensor:
-        """Bool (queries, past + queries): which keys the queries after `past` tokens see. Shared by all layers."""
+        """Attention mask, bool (queries, past + queries), of queries after `past` tokens. Shared by all layers."""
         key = (past, queries, window, blocks)
         if key not in self._masks:
             positions = torch.arange(past, past + queries, device=device)[:, None]
@@ -201,7 +201,7 @@ def packed_attention(
     if current is None:
         raise RequestError("this model was loaded by the engine and runs only through it (no pass is running)")
     if position_bias is not None:
-        raise RequestError("attention with a bias by position is not supported")
+        raise RequestError("attention with a position bias is not supported")
     plan = current.attention
     scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
     if isinstance(plan, PackedPlan):
@@ -214,8 +214,9 @@ def packed_attention(
 def _attended(
     layer: LayerAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PackedPlan, blocks: Blocks
 ) -> torch.Tensor:
-    """Attention of the last S = q.shape[2] positions of each of N sequences to all of its keys: (N, H, S, V). It is causal but
-    for pictures in `blocks`."""
+    """Attention of the last S = q.shape[2] positions of each of N sequences to all its keys: (N, H, S, V). Causal, except within
+    the pictures `blocks`.
+    """
     queries, total = q.shape[2], k.shape[2]
     causal = not blocks and queries == total and (layer.window is None or total <= layer.window)
     if layer.sinks is not None:
@@ -282,18 +283,18 @@ AttentionInterface.register(ATTENTION_NAME, packed_attention)
 
 
 class Execution(Protocol):
-    """How passes are computed. It belongs to one model and may have replaced modules of it."""
+    """How the passes of one model are computed. May have replaced some of its modules."""
 
     def packed(self, plan: PackedPlan) -> AttentionPlan:
         """The attention of a packed pass (training, prefill)."""
         ...
 
     def release(self) -> bool:
-        """Give memory back that is made again when it is needed: that of captured steps. Returns whether there was any."""
+        """Free memory that can be allocated again on demand, such as captured graphs. Returns whether there was any."""
         ...
 
     def parts(self) -> Mapping[str, str]:
-        """State of each replacement for a part of the reference: on, or off and the reason."""
+        """Replacements of the reference, by name: "on", or "off" and the reason."""
         ...
 
 

@@ -1,7 +1,7 @@
 """The frozen base model: transformers' module tree with our attention and LoRA linears plugged in.
 
-It turns packed tokens into hidden states and hidden states into logits, for any mixture of adapters. It has no state of
-sequences or of training; generation.py and trainer.py have.
+It turns packed tokens into hidden states and hidden states into logits, for any mixture of adapters. State of sequences and of
+training is in generation.py and trainer.py.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from tinker_local_backend.engine.model.attention import (
 )
 from tinker_local_backend.engine.model.decoder import LayerOperations, LlamaLikeDecoder, checked_decoder
 from tinker_local_backend.engine.model.expert_matrices import ExpertSlots
-from tinker_local_backend.engine.model.experts import EXPERTS_NAME, routed_experts, without_lora
+from tinker_local_backend.engine.model.experts import EXPERTS_NAME, matrices_without_lora, routed_experts
 from tinker_local_backend.engine.model.footprint import TokenBytes, kv_bytes, token_bytes_of
 from tinker_local_backend.engine.model.grouped_experts import GROUPED_NAME
 from tinker_local_backend.engine.model.head import HeadWeights
 from tinker_local_backend.engine.model.kv_cache import KVCache, LayerShape
 from tinker_local_backend.engine.model.load_check import (
-    UnfitError,
+    UnsupportedError,
     check_passes,
     check_sequences,
-    reach,
     reference_logits,
+    usable_context_length,
 )
 from tinker_local_backend.engine.model.loading import load_module
 from tinker_local_backend.engine.model.lora import (
@@ -51,16 +51,16 @@ from tinker_local_backend.engine.model.lora_spec import LoraSpec
 from tinker_local_backend.engine.model.lora_targets import LoraTargets, install_lora, lora_targets, text_stack
 from tinker_local_backend.engine.model.mixers import install_mixers
 from tinker_local_backend.engine.model.mixing import DecodeMixing, PackedMixing
-from tinker_local_backend.engine.model.own_forward import OwnForward, attends_by_itself
+from tinker_local_backend.engine.model.original_forward import OriginalForward, has_custom_attention
 from tinker_local_backend.engine.model.paged_attention import DecodePlan
 from tinker_local_backend.engine.model.passes import AttentionPlan, Pass, Routes, SequenceMixing, running
 from tinker_local_backend.engine.model.products import float32_product
 from tinker_local_backend.engine.model.quantization import VARIABLE
 from tinker_local_backend.engine.model.quantized import install_quantized, special_linears
 from tinker_local_backend.engine.model.recomputation import Recomputation
-from tinker_local_backend.engine.model.refusals import needs_own_forward, refuse_unsupported, refused
+from tinker_local_backend.engine.model.refusals import needs_original_forward, refuse_unsupported, refused
 from tinker_local_backend.engine.model.routes import install_routes
-from tinker_local_backend.engine.model.sharding import Ranks, Shards, Step, Whole
+from tinker_local_backend.engine.model.sharding import Ranks, Shards, Step, Unsharded
 from tinker_local_backend.engine.model.states import StateCache, StateKey, StateShape
 from tinker_local_backend.engine.model.vision import Vision, takes_pictures
 from tinker_local_backend.errors import ModelLoadError
@@ -92,13 +92,13 @@ class BaseModel:
         device = device or environment.default_device()
         with nullcontext() if ranks is None else ranks.loading():
             module, tokenizer = load_module(name, dtype or environment.default_dtype(device), device)
-            # Sharded weights stay on the CPU, as pages of the file, until each layer is loaded.
-            expected = self._take(name, module.to(device) if ranks is None else module, tokenizer, ranks)
+            # Sharded weights stay on the CPU, memory-mapped, until each layer is loaded.
+            expected = self._install(name, module.to(device) if ranks is None else module, tokenizer, ranks)
         self._check(expected)
 
     @classmethod
     def from_module(cls, name: str, module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> BaseModel:
-        """Serve a module that the caller made, on its device and in its dtype.
+        """Wrap an existing module, on its device and in its dtype.
 
         For models without a folder: random weights from a config, or weights changed in memory. The engine takes ownership
         of the module. `name` identifies it in errors, records and adapter files.
@@ -107,13 +107,13 @@ class BaseModel:
         """
         refuse_unsupported(name, module.config.get_text_config())
         self = cls.__new__(cls)
-        self._check(self._take(name, module, tokenizer))
+        self._check(self._install(name, module, tokenizer))
         return self
 
-    def _take(
+    def _install(
         self, name: str, module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ranks: Ranks | None = None
     ) -> list[torch.Tensor] | None:
-        """Plug attention, LoRA linears and recomputation into the module. Returns its logits before, if its weights are whole."""
+        """Plug attention, LoRA linears and recomputation into the module. Returns its reference logits, if not sharded."""
         model: Any = module
         self.name = name
         self.tokenizer = tokenizer
@@ -121,35 +121,35 @@ class BaseModel:
         self.device, self.dtype = torch.device(model.device) if ranks is None else ranks.device, model.dtype
         self.module: PreTrainedModel = model.eval().requires_grad_(False)
         """transformers' module tree, with the engine's modules in it"""
-        self.shards: Shards | Whole = Whole()
-        self._own_forward: OwnForward | None = None
-        """None: attention.py computes its attention"""
+        self.shards: Shards | Unsharded = Unsharded()
+        self._original_forward: OriginalForward | None = None
+        """None if attention.py computes its attention"""
         self.quantized = install_quantized(self.module, environment.read(VARIABLE) != "none")
-        """linears whose weights are in fewer bits"""
+        """its quantized linears"""
         # Before the module is changed: afterwards it could only be compared with itself.
         expected = reference_logits(self.module, self.device, self.shards) if ranks is None else None
         self.experts = routed_experts(self.module)
         """modules with all routed experts of a layer"""
         self._set_functions()
         self.execution: Execution = Reference()
-        """engine/models.py replaces it where the device has a faster one"""
+        """engine/models.py replaces it if the device has a faster one"""
         self._routing = AdapterRouting()
         self._refuse_special_weights()
         self.linears = install_lora(self.module, self._routing, self.experts)
         self.targets = LoraTargets(name, self.module, self.linears, self.experts, self._routing)
-        """what adapters have matrices for"""
+        """the modules that adapters can train"""
         install_routes(self.module, self.experts)
         self.mixers = install_mixers(self.module, self.device)
-        """modules that keep a state of each sequence"""
+        """modules with a recurrent state per sequence"""
         self._state_shapes: dict[StateKey, StateShape] = {}
-        self._continues = True  # the mixers go on from a state with any number of tokens
+        self._continues = True  # the mixers accept any number of tokens after a state
         self._body: nn.Module = model.model if model.base_model is model else model.base_model
         self.vision: Vision | None = Vision(name, self._body, self.device) if takes_pictures(model.config) else None
-        """None: it takes text only"""
-        if needs_own_forward(self.config):
-            self._run_own_forward()
+        """None for a text-only model"""
+        if needs_original_forward(self.config):
+            self._run_original_forward()
         self._attention: dict[int, tuple[int, LayerShape]] = {}
-        """query heads of each layer that attends, and what it keeps of a token"""
+        """query heads and KV shape of each attention layer"""
         self._recomputation = Recomputation()
         self.sliding_window: int | None = None
         """the largest window, if every layer has one"""
@@ -160,9 +160,9 @@ class BaseModel:
         self.vocab_size: int = self._head.weight.shape[0]  # pyright: ignore
         self._head_names = [name for name, linear in self.linears.items() if linear is self._head]
         self.decoder: LlamaLikeDecoder | None = None
-        """its layers with joined products, if it is of a known class"""
+        """its layers with fused projections, if its class is known"""
         self.operations: LayerOperations | None = None
-        """of the joined layers; None: passes go through the modules"""
+        """of the joined layers; None: passes run through the modules"""
         if ranks is not None:
             self.shards = Shards(ranks, self.module, self._layers)
         return expected
@@ -170,61 +170,59 @@ class BaseModel:
     def _check(self, expected: list[torch.Tensor] | None) -> None:
         """Check the logits of the model's passes."""
         with self.shards.turn():
-            if expected is None:  # sharded: computed with LoRA linears, without an adapter
+            if expected is None:  # sharded: the reference uses the LoRA linears, without an adapter
                 expected = reference_logits(self.module, self.device, self.shards)
                 self._set_functions()
             try:
                 self.context_length: int = self._check_passes(expected)
             except ModelLoadError:
-                if self._own_forward is not None:
+                if self._original_forward is not None:
                     raise
-                self._run_own_forward()
+                self._run_original_forward()
                 self.context_length = self._check_passes(expected)
-        if self._own_forward is not None and not self._continues:
-            why = "has layers that go on from a state by one token only, and attends in a way of its own"
+        if self._original_forward is not None and not self._continues:
+            why = "has recurrent layers that advance by one token only, and custom attention code"
             raise refused(self.name, self.config, why)
-        if self._own_forward is not None and not self.shards.whole:
-            raise refused(
-                self.name, self.config, "attends in a way of its own, and cannot be divided between processes"
-            )
+        if self._original_forward is not None and not self.shards.whole:
+            raise refused(self.name, self.config, "has custom attention code, and cannot be sharded across processes")
 
-    def _run_own_forward(self) -> None:
-        """Run passes through transformers' own forward, with its attention."""
-        self._own_forward, self.vision = OwnForward(self._body, self._routing, self.device), None
+    def _run_original_forward(self) -> None:
+        """Run passes through transformers' original forward, with its attention."""
+        self._original_forward, self.vision = OriginalForward(self._body, self._routing, self.device), None
         self._set_functions()
 
     def _set_functions(self) -> None:
-        """Plug in our attention and our product with experts."""
+        """Plug in our attention and expert functions."""
         model: Any = self.module
-        ours = ATTENTION_NAME if self._own_forward is None else "eager"
+        ours = ATTENTION_NAME if self._original_forward is None else "eager"
         parts = {"": ours, "text_config": ours, "vision_config": "sdpa"}
         model.set_attn_implementation(parts if takes_pictures(model.config) else ours)
         if self.experts:
             model.set_experts_implementation(GROUPED_NAME if self.device.type == "cuda" else EXPERTS_NAME)
 
     def _wrap_layers(self) -> None:
-        """Find the decoder layers, and make them recompute their activations in the backward pass while `recompute` is on."""
+        """Find the decoder layers, and wrap them for gradient checkpointing while `recompute` is on."""
         count = self.config.num_hidden_layers
         lists = [module for module in text_stack(self.module).modules() if isinstance(module, nn.ModuleList)]
         stacks = [stack for stack in lists if len(stack) == count][:1]
-        if not stacks:  # some run a layer more than once, or attend in it more than once
+        if not stacks:  # models that run a layer several times, or attend several times in it
             stacks = [stack for stack in lists if all(isinstance(layer, GradientCheckpointingLayer) for layer in stack)]
         if not stacks:
             raise refused(self.name, self.config, f"has no list of {count} decoder layers")
         self._layers: list[nn.Module] = [layer for stack in stacks for layer in stack]
         known = [*self.experts, *self.linears.values(), *self.quantized]
-        self._beyond_lora = without_lora(nn.ModuleList(stacks), known, self.config.hidden_size)
+        self._uncovered = matrices_without_lora(nn.ModuleList(stacks), known, self.config.hidden_size)
         self._recomputation.wrap(self._layers)
 
     def recompute(self, enabled: bool) -> AbstractContextManager[None]:
-        """Within: recompute each layer in the backward pass to save the memory of its activations (gradient checkpointing)."""
+        """Within: recompute each layer's activations in the backward pass (gradient checkpointing)."""
         return self._recomputation.use(enabled)
 
     def _refuse_special_weights(self) -> None:
         """Refuse subclasses of nn.Linear: LoraLinear would ignore what they do with the weight (quantized, ternary)."""
         if special := special_linears(module for _, module in lora_targets(self.module, self.experts)):
             kinds = ", ".join(sorted(special))
-            raise refused(self.name, self.config, f"has linears of type {kinds}, to which LoRA here cannot be added")
+            raise refused(self.name, self.config, f"has linears of type {kinds}, to which this engine cannot add LoRA")
         dtypes = {weight.dtype for module in self.experts for weight in module.parameters()} - {self.dtype}
         if dtypes:
             kinds = ", ".join(sorted(map(str, dtypes)))
@@ -232,14 +230,14 @@ class BaseModel:
 
     @torch.inference_mode()
     def _check_passes(self, expected: Sequence[torch.Tensor]) -> int:
-        """Check the passes (load_check.py), and take over what was seen there. Returns the context length."""
+        """Check the passes (load_check.py) and keep the layer properties recorded there. Returns the context length."""
         try:
             seen = check_passes(self._pass_logits, check_sequences(self.module, self.device), expected, self.dtype)
-        except UnfitError as error:
+        except UnsupportedError as error:
             raise refused(self.name, self.config, str(error)) from error
         self._attention, self._state_shapes, self._continues = seen.attention, seen.states, seen.continues
-        alone = [] if self._own_forward is None else filter(attends_by_itself, self.module.modules())
-        self._find_parts({*seen.attending, *self.mixers, *alone})
+        alone = [] if self._original_forward is None else filter(has_custom_attention, self.module.modules())
+        self._label_linears({*seen.attending, *self.mixers, *alone})
         windows = [seen.windows.get(i) for i in range(self.config.num_hidden_layers)]
         sliding = [window for window in windows if window is not None]
         if self.shards.whole and not self.quantized:  # joined products copy weights
@@ -250,10 +248,10 @@ class BaseModel:
             self.join(LayerOperations() if self.device.type == "cpu" else None)
         self.sliding_window = max(sliding) if len(sliding) == len(windows) else None
         self.has_sinks = seen.sinks
-        return reach(self.config, None if self._own_forward else seen.windows)
+        return usable_context_length(self.config, None if self._original_forward else seen.windows)
 
-    def _find_parts(self, attending: Collection[nn.Module]) -> None:
-        """Tell the linears of attention from those of MLPs: they stand in the modules that mixed tokens."""
+    def _label_linears(self, attending: Collection[nn.Module]) -> None:
+        """Label the linears as attention or MLP: those of attention are inside the modules that mixed tokens."""
         within = tuple(f"{path}." for path, module in self.module.named_modules() if module in attending)
         for path, linear in self.linears.items():
             if linear.part != "unembed":
@@ -266,7 +264,7 @@ class BaseModel:
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """The model's end-of-sequence ids, which end a turn when a request names no stop."""
+        """The model's end-of-sequence ids, the default stop of a request."""
         for config in (getattr(self.module, "generation_config", None), self.config):
             ids = getattr(config, "eos_token_id", None)
             if ids is not None:
@@ -274,10 +272,10 @@ class BaseModel:
         return frozenset()
 
     def new_adapter(self, spec: LoraSpec, seed: int) -> Adapter:
-        """A fresh adapter, as of LoraTargets. Raises ModelLoadError if it would not cover all linears of the model."""
-        if self._beyond_lora:
-            beyond = ", ".join(self._beyond_lora)
-            why = f"has weights that are no linears ({beyond}): an adapter would leave them out"
+        """A fresh adapter (LoraTargets.new_adapter). Raises ModelLoadError if it would not cover all matrices of the model."""
+        if self._uncovered:
+            beyond = ", ".join(self._uncovered)
+            why = f"has weights that are not linears ({beyond}): an adapter would leave them out"
             raise refused(self.name, self.config, f"{why}. It can be sampled from, not trained")
         adapter = self.targets.new_adapter(spec, seed, self.device)
         return replace(adapter, quantization=environment.read(VARIABLE)) if self.quantized else adapter
@@ -287,12 +285,12 @@ class BaseModel:
         return self.targets.widest(rank)
 
     def new_cache(self, fixed: int | None = None) -> KVCache:
-        """An empty KV cache; `fixed`: number of pages that exist from the start and keep their addresses."""
+        """An empty KV cache; `fixed`: number of pages to allocate at once, which keep their addresses."""
         return KVCache({layer: shape for layer, (_, shape) in self._attention.items()}, self.dtype, self.device, fixed)
 
     @property
     def attention_shape(self) -> tuple[int, int, int]:
-        """Query heads, key heads, and the dimension of a key: the largest of all layers, 0 without attention."""
+        """Query heads, key heads and key dimension: the largest over all layers, 0 without attention."""
         if not self._attention:
             return 0, 0, 0
         heads, shapes = zip(*self._attention.values(), strict=True)
@@ -300,23 +298,23 @@ class BaseModel:
 
     @property
     def has_routes(self) -> bool:
-        """Whether the choice of experts can be recorded and replayed."""
-        return bool(self.targets.experts("shared_outer")) and self._own_forward is None
+        """Whether routes (chosen experts) can be recorded and replayed."""
+        return bool(self.targets.experts("shared_outer")) and self._original_forward is None
 
     @property
-    def attends_evenly(self) -> bool:
+    def has_uniform_attention(self) -> bool:
         """Whether all layers have the same heads, values as wide as keys, and our attention."""
-        if self._own_forward is not None:
+        if self._original_forward is not None:
             return False
         shapes = {*self._attention.values()}
         return len(shapes) <= 1 and all(shape.key_dim == shape.value_dim for _, shape in shapes)
 
     def new_states(self) -> StateCache:
-        """An empty cache of states; without layers that have states it stays empty."""
+        """An empty cache of recurrent states; stays empty for a model without."""
         return StateCache(self._state_shapes, self.device)
 
     def kv_bytes_per_token(self) -> int:
-        """Memory of a token in all layers that attend; without any, about that of its place in the prefix cache."""
+        """KV cache bytes of a token, in all layers; without attention, about its share of the prefix cache's records."""
         numbers = sum(shape.kv_heads * (shape.key_dim + shape.value_dim) for _, shape in self._attention.values())
         return kv_bytes(numbers, self.dtype)
 
@@ -331,18 +329,18 @@ class BaseModel:
         """Final hidden states (T, hidden) of T packed tokens.
 
         Args:
-            positions_T: (T,), or (3, T) in time, height and width with pictures.
+            positions_T: (T,), or (3, T) for time, height and width with pictures.
             adapters: one for all rows, or spans of rows.
-            routes: records or replays the choice of experts, if this model `has_routes`.
+            routes: records or replays the chosen experts, if this model `has_routes`.
         """
         spans = spans_of(adapters)
-        if self._own_forward is not None and isinstance(plan, DecodePlan | PackedPlan):
+        if self._original_forward is not None and isinstance(plan, DecodePlan | PackedPlan):
             with self.shards.computing(Step.FORWARD), running(None):
-                return self._own_forward.hidden_states(tokens_T, positions_T, plan, spans)
+                return self._original_forward.hidden_states(tokens_T, positions_T, plan, spans)
         inputs: dict[str, Any] = {"input_ids": tokens_T[None]}
         if isinstance(plan, PackedPlan) and plan.pictures is not None:
             assert self.vision is not None
-            inputs, plan.both_ways = self.vision.body_inputs(tokens_T, plan.pictures), self.vision.both_ways
+            inputs, plan.bidirectional = self.vision.body_inputs(tokens_T, plan.pictures), self.vision.bidirectional
         mixing = self._mixing(plan, spans)
         if isinstance(plan, PackedPlan) and not plan.blocks:  # kernels attend causally
             plan = self.execution.packed(plan)
@@ -355,7 +353,7 @@ class BaseModel:
         return output.last_hidden_state[0].to(self.dtype)  # the residuals of Mamba models are in float32
 
     def _mixing(self, plan: DecodePlan | AttentionPlan, spans: Spans) -> SequenceMixing | None:
-        """How sequences go through the layers with a state."""
+        """How sequences are run through recurrent layers; None for a model without."""
         if not self.mixers:
             return None
         if isinstance(plan, PackedPlan):
@@ -372,9 +370,9 @@ class BaseModel:
         gradient: bool = True,
         routes: Routes | None = None,
     ) -> tuple[torch.Tensor, Backward]:
-        """Like `hidden_states`, and the backward pass to the adapter's matrices; without `gradient` it returns None for all.
+        """`hidden_states`, and the backward pass to the adapter's matrices, which returns only None without `gradient`.
 
-        Call both within `routed(adapter)`: layers may be recomputed.
+        Call both within `routed(adapter)`: the backward pass may recompute layers.
         """
         with torch.set_grad_enabled(gradient):
             hidden_TH = self.hidden_states(tokens_T, positions_T, plan, adapter, routes)
@@ -392,7 +390,7 @@ class BaseModel:
     def logits(self, hidden_N: torch.Tensor, adapters: Adapter | Spans | None) -> torch.Tensor:
         """Logits (N, vocabulary) in float32 of N hidden states; not differentiable.
 
-        The head's adapters are applied in float32, as in head.Scorer: sampled and trained logprobs come from one arithmetic.
+        Adapters of the head are applied in float32, as in head.Scorer, so that sampled and trained logprobs agree.
         """
         base = self.head_weights(None)
         spans = spans_of(adapters)
@@ -406,40 +404,40 @@ class BaseModel:
         return logits
 
     def head_weights(self, adapter: Adapter | None) -> HeadWeights:
-        """The weights of the head, for code that does not call the module."""
+        """The weights of the head, with the adapter's matrices if given."""
         base = HeadWeights.of(self._head, self.config)
         return base.with_adapter(adapter, self._head_names[0]) if adapter is not None and self._head_names else base
 
     def head_matrices(self, adapter: Adapter) -> list[torch.Tensor]:
-        """A and B of the head, the same tensors as in `adapter.parameters()`; empty without an adapter there."""
+        """A and B of the head, the same tensors as in `adapter.parameters()`; empty if it has none."""
         return [table[name] for name in self._head_names for table in (adapter.a, adapter.b) if name in table]
 
     def token_bytes(self) -> TokenBytes:
-        """Estimated bytes of a training pass for each of its tokens."""
+        """Estimated bytes of a training pass per token."""
         return token_bytes_of(self)
 
     def free_prepared(self, pictures: bool = False) -> None:
-        """Free the copies of the weights that were prepared for decoding, and with `pictures` what is kept of those."""
+        """Free the weights prepared for decoding, and with `pictures` the cached picture embeddings."""
         if self.decoder is not None:
             self.decoder.prepared.reset()
         if pictures and self.vision is not None:
             self.vision.release()
 
     def join(self, operations: LayerOperations | None) -> None:
-        """Run passes through the joined layers with these operations, if there are such layers; None: through the modules."""
+        """Run passes through the joined layers, if any, with these operations; None: through the modules."""
         self.operations = None if self.decoder is None else operations
 
     @property
     def products(self) -> list[LoraLinear]:
-        """The linears and joined products through which passes go."""
+        """The linears, fused or not, that passes use."""
         if self.decoder is None or self.operations is None:
             return list(self.linears.values())
         return [*self.decoder.linears, *(self.linears[name] for name in self._head_names)]
 
     def lora_through(self, add: AddLora, slots: ExpertSlots | None) -> AbstractContextManager[None]:
-        """Within: `add` applies the adapters in passes and logits that get none as arguments; `slots`: on routed experts."""
+        """Within: `add` applies the adapters in passes and logits that get none as arguments; `slots`: those of experts."""
         return self._routing.use_slots(add, slots)
 
     def routed(self, adapters: Adapter | Spans | None) -> AbstractContextManager[None]:
-        """Within: every pass uses these adapters. For a backward pass that recomputes layers."""
+        """Within: every pass uses these adapters, including layers recomputed in a backward pass."""
         return self._routing.use(spans_of(adapters))

@@ -1,13 +1,13 @@
 """The layers of Llama, Qwen2, Qwen3 and Mistral with fewer and larger operations than in transformers' modules.
 
-Products with one input are joined (queries, keys and values; gate and up), and so are the adapters' deltas; queries and keys
-are normalised and rotated together. Weights are not copied: those of the modules become views of the joined ones. Only known
-classes of transformers run this way, and only after a comparison of their hidden states with the modules'
-(`checked_decoder`); all others run through the modules.
+Projections of the same input are fused (queries, keys and values; gate and up), and so are the adapters' deltas; queries and
+keys are normalised and rotated together. Weights are not copied: those of the modules become views of the fused ones. Only
+known classes of transformers run this way, and only if their hidden states equal the modules' (`checked_decoder`); all others
+run through the modules.
 
-A decode step multiplies few rows with all weights, again and again. oneDNN is up to twice as fast with weights in its packed
-layout, and in float32 the thin products of LoRA are saved if all rows use one snapshot whose B A is merged into the weights.
-Either needs a copy of the weights (`PreparedWeights`) and takes about as long as two steps.
+A decode step multiplies few rows with all weights. oneDNN is up to twice as fast with weights in its packed layout; in float32,
+if all rows use one snapshot, merging its B A into the weights saves LoRA's small products. Either needs a copy of the weights
+(`PreparedWeights`), which takes about as long as two steps.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from tinker_local_backend.engine.model.products import by_packed, linear, packed
 logger = logging.getLogger(__name__)
 
 PREPARE_AFTER = 8
-"""Decode steps of the same kind after which weights are prepared for it, until the sampler is idle. A number of steps, not a
-time: the last bits of a logprob depend on it."""
+"""Decode steps with the same adapter after which weights are prepared for it, until the sampler is idle. A number of steps, not
+a time: the last bits of a logprob depend on it."""
 
 MAX_BYTES = 2 << 30
-"""Larger models get no prepared weights."""
+"""Bytes of the largest model that gets prepared weights."""
 
 _KNOWN = {
     llama.LlamaModel: (llama.LlamaDecoderLayer, llama.LlamaAttention, llama.LlamaMLP, llama.LlamaRMSNorm),
@@ -61,12 +61,12 @@ _KNOWN = {
 
 
 def is_known(body: nn.Module) -> bool:
-    """Whether layers of this class of model have a joined form."""
+    """Whether this class of model has joined layers."""
     return type(body) in _KNOWN
 
 
 class JoinedLayer:
-    """A decoder layer."""
+    """A decoder layer with fused projections."""
 
     def __init__(self, layer: Any, window: int | None):
         attention, mlp = layer.self_attn, layer.mlp
@@ -84,7 +84,7 @@ class JoinedLayer:
         self.attention = LayerAttention(int(attention.layer_idx), float(attention.scaling), None, window)
         self.eps = 0.0
         self.norm_weight: torch.Tensor | None = None
-        """(heads + kv_heads, head_dim): norm weights of queries and keys; None without such norms"""
+        """(heads + kv_heads, head_dim): norm weights of queries and keys; None without QK norms"""
         if hasattr(attention, "q_norm"):
             self.eps = float(attention.q_norm.variance_epsilon)
             norms = (attention.q_norm.weight, self.heads), (attention.k_norm.weight, self.kv_heads)
@@ -99,7 +99,7 @@ class JoinedLayer:
         product: Product,
         operations: LayerOperations,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The residuals x and what the last layer adds to them -> the same after this layer, still to be added."""
+        """(residual stream x, output of the last layer, not yet added to x) -> the same after this layer."""
         x_TH, qkv = operations.norm_and_product(x_TH, delta_TH, self.input_norm, partial(product, self.qkv))
         attended = product(self.out, operations.attend(self, qkv, rotary, plan))
         x_TH, gate_up = operations.norm_and_product(x_TH, attended, self.mlp_norm, partial(product, self.gate_up))
@@ -111,20 +111,20 @@ Rotary = tuple[torch.Tensor, torch.Tensor]
 
 
 class LayerOperations:
-    """What a layer computes between its products and its attention, in plain torch."""
+    """The operations of a layer besides its projections, in plain torch."""
 
     def recomputing(self) -> LayerOperations:
-        """The same for layers that run again in the backward pass."""
+        """The same for layers under gradient checkpointing."""
         return self
 
     def residual(self, x_TH: torch.Tensor) -> torch.Tensor:
-        """Embedded tokens in the dtype of the residuals."""
+        """Embeddings in the dtype of the residual stream."""
         return x_TH
 
     def add_norm(
         self, x_TH: torch.Tensor, delta_TH: torch.Tensor | None, norm: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x + delta, and its norm; None: nothing is added."""
+        """(x + delta, its norm); delta None is 0."""
         total = x_TH if delta_TH is None else x_TH + delta_TH
         return total, _rms_norm(total, norm.weight, norm.variance_epsilon)
 
@@ -135,7 +135,7 @@ class LayerOperations:
         norm: Any,
         product: Callable[[torch.Tensor], torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x + delta, and the product of its norm."""
+        """(x + delta, product of its norm)."""
         x_TH, normed = self.add_norm(x_TH, delta_TH, norm)
         return x_TH, product(normed)
 
@@ -146,7 +146,7 @@ class LayerOperations:
         return product(self.gated(layer, gate_up_TO))
 
     def attend(self, layer: JoinedLayer, qkv_TO: torch.Tensor, rotary: Rotary, plan: AttentionPlan) -> torch.Tensor:
-        """Attention of a joined product of queries, keys and values: (T, H * D)."""
+        """Attention from the fused queries, keys and values: (T, H * D)."""
         by_head = [part.transpose(0, 1)[None] for part in self.heads(layer, qkv_TO, rotary)]
         return plan.attend(layer.attention, *by_head).flatten(2)[0]
 
@@ -178,12 +178,12 @@ class LlamaLikeDecoder:
         self._layers = [JoinedLayer(layer, window) for layer, window in zip(body.layers, windows, strict=True)]
         self._head = head if type(head) is LoraLinear and head.bias is None else None
         self.linears = [part for layer in self._layers for part in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-        """the products of its layers"""
+        """the linears of its layers"""
         self.prepared = PreparedWeights(self.linears if self._head is None else [*self.linears, self._head])
 
     @classmethod
     def of(cls, body: nn.Module, windows: Sequence[int | None], head: nn.Module) -> LlamaLikeDecoder | None:
-        """Build the decoder, or return None unless the model consists of exactly the known classes.
+        """Build the decoder; None unless the model consists of exactly the known classes.
 
         body: transformers' model without its `head`, with LoraLinears. windows: each layer's sliding window.
         """
@@ -218,8 +218,8 @@ class LlamaLikeDecoder:
     ) -> torch.Tensor:
         """Final hidden states (T, hidden), equal to those of the model's modules.
 
-        spans: None: adapters are in slots.
-        recompute: while autograd records, each layer keeps only its input and runs again in the backward pass.
+        spans: None if adapters are in slots.
+        recompute: gradient checkpointing, while autograd records: each layer saves only its input.
         """
         x_TH, delta_TH = self._embedding(tokens_T), None
         rotary = rotation(self._rotary, x_TH, positions_T)
@@ -233,7 +233,7 @@ class LlamaLikeDecoder:
         for layer in self._layers:
             rest = rotary, plan, products, operations
             if recompute and torch.is_grad_enabled():
-                total = x_TH if delta_TH is None else x_TH + delta_TH  # one tensor to keep, not two
+                total = x_TH if delta_TH is None else x_TH + delta_TH  # one tensor to save, not two
                 arguments = (total, None, *rest)
                 x_TH, delta_TH = checkpoint(layer.forward, *arguments, use_reentrant=False, preserve_rng_state=False)
             else:
@@ -241,7 +241,7 @@ class LlamaLikeDecoder:
         return operations.add_norm(x_TH, delta_TH, self._final_norm)[1]
 
     def head_product(self, hidden_NH: torch.Tensor, spans: Spans) -> tuple[torch.Tensor, Spans] | None:
-        """Product with the prepared head (N, vocabulary), and the adapters still to apply; None: nothing is prepared."""
+        """(logits (N, vocabulary) of the prepared head, adapters still to apply); None if it is not prepared."""
         products = self.prepared.products(spans)
         logits = None if self._head is None else products.of_copy(self._head, hidden_NH)
         return None if logits is None else (logits.float(), products.rest)
@@ -262,11 +262,11 @@ def checked_decoder(
     for tokens_T, positions_T, plan, expected_TH in passes:
         hidden_TH = decoder.hidden_states(tokens_T, positions_T, plan, [], LayerOperations())
         errors.append(float((hidden_TH - expected_TH).norm() / expected_TH.norm().clamp(min=1e-12)))
-    decoder.prepared.reset()  # the check is no decode step: counting it would prepare weights earlier after a restart
+    decoder.prepared.reset()  # counting the check as a decode step would prepare weights earlier after a restart
     error = worst_error(errors)
     if error > (1e-5 if passes[0][3].dtype == torch.float32 else 1e-1):
         logger.warning(
-            "model %r: joined operations give other hidden states than its modules (relative error %.1e); it runs through "
+            "model %r: joined layers give other hidden states than its modules (relative error %.1e); it runs through "
             "the modules, which is slower",
             name,
             error,
@@ -276,7 +276,7 @@ def checked_decoder(
 
 
 def rotation(rotary: nn.Module, x_TH: torch.Tensor, positions_T: torch.Tensor) -> Rotary:
-    """The factors of these positions (T,)."""
+    """The rotary factors of positions (T,)."""
     cos, sin = (part[0][:, None] for part in rotary(x_TH, positions_T[None]))
     half = cos.shape[-1] // 2
     return cos, torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
@@ -293,7 +293,7 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor
 
 
 class _RmsNorm(torch.autograd.Function):
-    """One node for autograd instead of ten, whose overhead exceeds the computation of a small layer."""
+    """One autograd node instead of ten, whose overhead exceeds the computation of a small layer."""
 
     @staticmethod
     def of(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -330,7 +330,7 @@ def _through_slots(module: LoraLinear, x_RI: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Products:
-    """How the linears of a pass multiply: with their weights, or with copies that are merged with an adapter or packed."""
+    """Applies the linears of a pass, with their weights or with prepared copies (packed, or merged with an adapter)."""
 
     spans: Spans
     """the adapters of the rows"""
@@ -347,7 +347,7 @@ class Products:
         return y_RO
 
     def of_copy(self, module: LoraLinear, x_RI: torch.Tensor) -> torch.Tensor | None:
-        """The product with the copy, without `rest`. None: there is no copy, or no memory for the product."""
+        """The product with the prepared copy, without `rest`. None if there is no copy, or no memory for the product."""
         weight = self.copies.get(module)
         if weight is None:
             return None
@@ -355,14 +355,14 @@ class Products:
 
 
 _BASE = Adapter(LoraSpec(1), {}, {})
-"""Stands for the base model, which is prepared when the rows do not all use one mergeable snapshot."""
+"""Marks weights prepared without an adapter, for rows that do not all use one mergeable snapshot."""
 
 
 class PreparedWeights:
     """Prepared copies of the weights of these linears, for one snapshot that all rows use or for the base model.
 
-    A snapshot is merged only in float32, where W + B A is rounded as finely as a product with it. 16 bits would lose most of
-    B A: there the base model is prepared, as for rows of several snapshots.
+    Snapshots are merged only in float32: 16 bits would round away most of B A, so there only the base model is prepared, as for
+    rows of several snapshots.
     """
 
     def __init__(self, linears: Sequence[LoraLinear]):
@@ -380,7 +380,7 @@ class PreparedWeights:
         self._copies: dict[LoraLinear, torch.Tensor] = {}
 
     def begin_step(self, spans: Spans) -> None:
-        """Call before a decode step. Prepares the weights after enough steps of one kind in a row."""
+        """Call before a decode step. Prepares the weights after enough consecutive steps with the same adapter."""
         kind = self._kind(spans)
         if not self._possible:
             return
@@ -394,7 +394,7 @@ class PreparedWeights:
             self._prepare(kind)
 
     def _prepare(self, kind: Adapter) -> None:
-        """Make the copies. Without memory for them, decoding continues without, now and later."""
+        """Make the copies. If memory runs out, decoding continues without copies from then on."""
         self.reset()
         try:
             for module in self._linears:
@@ -404,14 +404,14 @@ class PreparedWeights:
         except Exception as error:
             if not out_of_memory(error):
                 raise
-            logger.warning("out of memory for a copy of the weights; decoding goes on without one, which is slower")
+            logger.warning("out of memory for a copy of the weights; decoding continues without one, which is slower")
             self.reset()
             self._possible = False
             return
         self._prepared = weakref.ref(kind)
 
     def products(self, spans: Spans) -> Products:
-        """How a decode step with these adapters multiplies."""
+        """The products of a decode step with these adapters."""
         prepared = None if self._prepared is None else self._prepared()
         if prepared is _BASE:
             return Products(spans, spans, self._copies)
@@ -426,7 +426,7 @@ class PreparedWeights:
 
 
 def _copy(module: LoraLinear, adapter: Adapter) -> torch.Tensor | None:
-    """The weight with this adapter merged, packed for oneDNN if that is faster. None if that is the weight itself."""
+    """The weight merged with this adapter, packed for oneDNN if that is faster. None if it equals the weight itself."""
     factors = module.factors(adapter, module.weight.dtype)
     weight = module.weight.detach()
     if factors is not None:

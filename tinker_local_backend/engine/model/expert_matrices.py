@@ -1,7 +1,7 @@
 """The matrices of an adapter on routed experts: their names and shapes, and how PEFT stores them.
 
-transformers keeps the experts of a layer in tensors of three dimensions, one that joins gate and up (or up alone) and one for
-down. PEFT adapts such a tensor with `target_parameters`: one A and one B of two dimensions hold those of all experts.
+transformers keeps the experts of a layer in three-dimensional tensors, one for gate and up together (or up alone) and one for
+down. PEFT adapts such a tensor with `target_parameters`: one two-dimensional A and B for all experts.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 from tinker_local_backend.engine.model.lora_spec import ExpertLayout
 
 Tables = tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]
-"""A and B of each name."""
+"""A and B by name."""
 
 
 @dataclass(frozen=True)
 class ExpertMatrix:
-    """One low-rank update of the experts of a layer: of a whole tensor, or of its columns that are gate or up."""
+    """One low-rank update of a layer's experts: of a whole tensor, or of its gate or up columns."""
 
     module: str
     """path of the experts in the model"""
@@ -36,7 +36,7 @@ class ExpertMatrix:
     shared: Literal["a", "b"] | None = None
     """the factor that all experts share"""
     interleaved: bool = False
-    """of the outputs of `gate_up_proj`, every other one is gate"""
+    """the outputs of `gate_up_proj` alternate between gate and up"""
 
     part: Literal["mlp"] = "mlp"
 
@@ -45,51 +45,51 @@ class ExpertMatrix:
         return f"{self.module}.{self.leaf}"
 
     def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of A, (experts or 1, rank, in), and B, (experts or 1, out, rank)."""
+        """Shapes of A (experts or 1, rank, in) and B (experts or 1, out, rank)."""
         of_a, of_b = (1 if self.shared == factor else self.experts for factor in ("a", "b"))
         return (of_a, rank, self.in_features), (of_b, self.out_features, rank)
 
 
 def matrices_of(path: str, experts: Any, layout: ExpertLayout) -> list[ExpertMatrix]:
-    """The matrices of an experts module of transformers' experts interface, in the layout; `path`: in the model."""
+    """The matrices of an experts module (of transformers' experts interface) at this path, in this layout."""
     if layout == "frozen":
         return []
     first = "gate_up_proj" if experts.has_gate else "up_proj"
-    found: list[ExpertMatrix] = []
+    matrices: list[ExpertMatrix] = []
     for tensor in (first, "down_proj"):
         number, *sizes = getattr(experts, tensor).shape
         width, outputs = sizes if experts.is_transposed else reversed(sizes)
         if layout == "per_expert" or tensor != "gate_up_proj":
             shared = None if layout == "per_expert" else "b" if tensor == "down_proj" else "a"
             interleaved = tensor == "gate_up_proj" and not experts.is_concatenated
-            found.append(
+            matrices.append(
                 ExpertMatrix(path, tensor, tensor, number, width, outputs, slice(0, outputs), shared, interleaved)
             )
             continue
         half = outputs // 2
         joined = (slice(0, half), slice(half, outputs)), (slice(0, outputs, 2), slice(1, outputs, 2))
         for leaf, columns in zip(("gate_proj", "up_proj"), joined[not experts.is_concatenated], strict=True):
-            found.append(ExpertMatrix(path, tensor, leaf, number, width, half, columns, "a"))
-    return found
+            matrices.append(ExpertMatrix(path, tensor, leaf, number, width, half, columns, "a"))
+    return matrices
 
 
 def by_tensor(matrices: Sequence[ExpertMatrix]) -> list[list[ExpertMatrix]]:
-    """Those of one tensor together."""
+    """Group the matrices by tensor."""
     return [list(group) for _, group in groupby(matrices, key=lambda matrix: (matrix.module, matrix.tensor))]
 
 
 def peft_path(matrix: ExpertMatrix) -> str:
-    """Where PEFT has the update of a tensor: its wrapper of `down_proj` is around that of the other tensor."""
+    """The path of an update in PEFT, whose wrapper of `down_proj` contains the wrapper of the other tensor."""
     return matrix.module if matrix.tensor == "down_proj" else f"{matrix.module}.base_layer"
 
 
 def to_peft(matrices: Sequence[ExpertMatrix], tables: Tables) -> dict[str, torch.Tensor]:
     """PEFT's A (experts * ranks, in) and B (out, ranks * experts) of every tensor, by name.
 
-    Shared factors are repeated for each expert. Gate and up, which are one tensor, become one matrix of twice the rank whose B
-    has zeros between them. Differentiable.
+    Shared factors are repeated for each expert. Gate and up, which are one tensor, become one matrix of twice the rank with a
+    block-diagonal B. Differentiable.
     """
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for group in by_tensor(matrices):
         rank, number = tables[0][group[0].name].shape[1], group[0].experts
         outputs = sum(matrix.out_features for matrix in group)
@@ -98,13 +98,13 @@ def to_peft(matrices: Sequence[ExpertMatrix], tables: Tables) -> dict[str, torch
         for i, matrix in enumerate(group):
             b[:, matrix.columns, i * rank : (i + 1) * rank] = tables[1][matrix.name]
         path = peft_path(group[0])
-        found[f"{path}.lora_A.weight"] = a.flatten(0, 1)
-        found[f"{path}.lora_B.weight"] = b.permute(1, 2, 0).flatten(1)
-    return found
+        tensors[f"{path}.lora_A.weight"] = a.flatten(0, 1)
+        tensors[f"{path}.lora_B.weight"] = b.permute(1, 2, 0).flatten(1)
+    return tensors
 
 
 def from_peft(matrices: Sequence[ExpertMatrix], rank: int, tensors: Mapping[str, torch.Tensor]) -> Tables:
-    """The inverse of `to_peft`. Raises ValueError if the tensors are those of another layout."""
+    """The inverse of `to_peft`. Raises ValueError if the tensors have another layout."""
     tables: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = {}, {}
     for group in by_tensor(matrices):
         path, number, ranks = peft_path(group[0]), group[0].experts, rank * len(group)
@@ -121,25 +121,25 @@ def from_peft(matrices: Sequence[ExpertMatrix], rank: int, tensors: Mapping[str,
             if matrix.shared is not None:
                 shared = parts[matrix.shared]
                 if not torch.equal(shared, shared[:1].expand_as(shared)):
-                    raise ValueError(f"the experts of {path} have a factor each where this layout shares one")
+                    raise ValueError(f"the experts of {path} have separate factors where this layout shares one")
                 parts[matrix.shared] = shared[:1]
             tables[0][matrix.name], tables[1][matrix.name] = parts["a"], parts["b"]
             b[:, matrix.columns, at] = 0
         if b.any():
-            raise ValueError(f"the experts of {path} have one matrix for gate and up, and this layout one for each")
+            raise ValueError(f"the experts of {path} have one matrix for gate and up, this layout has one for each")
     return tables
 
 
 @dataclass(frozen=True, eq=False)
 class ExpertSlots:
-    """Adapters on routed experts in slots of fixed memory (cuda/adapter_slots.py), and the slot of each row of a pass."""
+    """Adapters on routed experts in slots at fixed addresses (cuda/adapter_slots.py), and the slot of each row of a pass."""
 
     slots_R: torch.Tensor
-    """int64; the last slot has zeros, for rows of the base model"""
+    """int64; the last slot is zero, for rows without an adapter"""
     scales: torch.Tensor
     """(slots,) float32"""
     matrices: Mapping[str, Sequence[ExpertMatrix]]
-    """by the path of the experts"""
+    """by path of the experts"""
     a: Mapping[str, torch.Tensor]
     """(experts or 1, slots, rank, in) by name"""
     b: Mapping[str, torch.Tensor]

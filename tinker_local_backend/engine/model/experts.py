@@ -1,7 +1,7 @@
-"""Routed experts, computed expert by expert, each over the rows that are routed to it, and what adapters add to them.
+"""Routed experts and the updates of their adapters, computed expert by expert over the rows routed to each.
 
-transformers keeps the experts of a layer in tensors (experts, out, in) and multiplies with them through its experts interface.
-The function registered there as EXPERTS_NAME is for CPUs: experts without rows cost nothing, weights are not copied, and the
+transformers keeps the experts of a layer in tensors (experts, out, in) and applies them through its experts interface. The
+function registered there as EXPERTS_NAME is for CPUs: experts without rows cost nothing, weights are not copied, and the
 order of a token's sum does not depend on the rest of the pass. Measured in float32 (width 512, 32 experts, 4 per token): as
 fast as transformers' functions for few tokens and 1.9 times as fast for 2,048, through oneDNN; `batched_mm`, which copies
 weights, takes 25 times as long for 64. On a GPU it would synchronise in every layer (grouped_experts.py is for GPUs).
@@ -26,15 +26,16 @@ EXPERTS_NAME = "tinker_local_by_expert"
 
 
 def routed_experts(model: nn.Module) -> list[nn.Module]:
-    """Modules that hold all experts of a layer in tensors of three dimensions."""
+    """Modules that hold all experts of a layer in three-dimensional tensors."""
     weights = ((module, getattr(module, "down_proj", None)) for module in model.modules())
     return [module for module, weight in weights if isinstance(weight, nn.Parameter) and weight.dim() == 3]
 
 
-def without_lora(layers: nn.Module, known: Sequence[nn.Module], hidden_size: int) -> list[str]:
-    """Names of matrices in decoder layers that an adapter would miss, because they are no linears. `known` are excluded:
-    those that have adapters, and the routed experts, of which an adapter says how it covers them. So are small ones: routers,
-    norms with a weight for each head, and the decay rates of layers with a state.
+def matrices_without_lora(layers: nn.Module, known: Sequence[nn.Module], hidden_size: int) -> list[str]:
+    """Names of matrices in decoder layers that an adapter would miss, because they are not linears.
+
+    Excludes modules in `known` (those with adapters, and routed experts, whose layout decides) and small matrices: routers, norms
+    with a weight per head, and decay rates of recurrent layers.
     """
     beyond = set()
     for module in layers.modules():
@@ -47,19 +48,19 @@ def without_lora(layers: nn.Module, known: Sequence[nn.Module], hidden_size: int
 
 
 def activation_width(experts: nn.Module, chosen: int) -> int:
-    """Numbers that the backward pass keeps for one token of a layer that routes each token to `chosen` experts."""
+    """Numbers saved for the backward pass per token, in a layer that routes each token to `chosen` experts."""
     weights: Any = experts.down_proj
     inner, outer = weights.shape[1:] if getattr(experts, "is_transposed", False) else weights.shape[:0:-1]
-    return kept_in_experts(chosen, int(inner), int(outer))
+    return saved_in_experts(chosen, int(inner), int(outer))
 
 
-def kept_in_experts(chosen: int, inner: int, outer: int) -> int:
-    """The same for experts with an MLP of `inner` numbers on a residual of `outer`. Measured in Qwen3-MoE."""
+def saved_in_experts(chosen: int, inner: int, outer: int) -> int:
+    """`activation_width` of experts with intermediate size `inner` and hidden size `outer`. Measured in Qwen3-MoE."""
     return chosen * (8 * inner + 3 * outer) // 2
 
 
 def use_adapters(experts: nn.Module, path: str, routing: AdapterRouting) -> bool:
-    """Make the experts of a layer look up which rows use which adapter. False: their class calls no experts interface."""
+    """Make the experts of a layer look up the adapters of each pass. False if their class does not call the experts interface."""
     if not hasattr(experts, "is_concatenated"):
         return False
     setattr(experts, _USED, _Used(path, routing))
@@ -71,14 +72,14 @@ _USED = "_tinker_local_adapters"
 
 @dataclass(frozen=True)
 class _Used:
-    """Of an experts module: its path in the model, and the adapters of the current pass."""
+    """Attached to an experts module: its path in the model, and the adapters of the current pass."""
 
     path: str
     routing: AdapterRouting
 
 
 def adapters_of(experts: nn.Module) -> tuple[str, AdapterRouting | None]:
-    """The path of an experts module and what `use_adapters` gave it; None: no adapters."""
+    """The path and routing that `use_adapters` attached to an experts module; "" and None if it has no adapters."""
     used: _Used | None = getattr(experts, _USED, None)
     return ("", None) if used is None else (used.path, used.routing)
 
@@ -113,7 +114,7 @@ def by_expert(
 
 
 def after_experts(experts: Any, rows: torch.Tensor) -> torch.Tensor:
-    """The norm of each expert's outputs (P, H), where a model has one: transformers knows of it from 5.20 on."""
+    """Apply the norm of each expert's outputs (P, H), if the model has one (from transformers 5.20 on)."""
     return experts.post_expert_norm(rows) if getattr(experts, "has_post_expert_norm", False) else rows
 
 
@@ -169,13 +170,13 @@ def updates_of(adapter: Adapter, path: str, tensor: str) -> Iterator[Update]:
 
 
 def spread(rows: torch.Tensor, order_P: torch.Tensor, back_P: torch.Tensor, chosen: int) -> torch.Tensor:
-    """A copy of each row (T, H) for each of its experts -> (T * chosen, H), in this order; `back_P` is its inverse."""
+    """A copy of each row (T, H) for each of its experts -> (T * chosen, H), in the order `order_P`, whose inverse is `back_P`."""
     copies: Any = _Spread.apply(rows, order_P, back_P, chosen)
     return copies
 
 
 class _Spread(torch.autograd.Function):
-    """Repeat every row for each of its experts, sorted by expert. Sum the gradients of the copies in the order of the experts."""
+    """Repeats every row for each of its experts, sorted by expert. The backward pass sums the copies in the order of experts."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, order_P: torch.Tensor, back_P: torch.Tensor, chosen: int) -> torch.Tensor:
@@ -189,8 +190,8 @@ class _Spread(torch.autograd.Function):
 
 
 class _ByExpert(torch.autograd.Function):
-    """Apply expert e to the next counts[e] rows: rows (P, in), weights (E, out, in), biases (E, out) -> (P, out), and add an
-    adapter's updates. `matrices` are A and B of each update, on these columns.
+    """Apply expert e to its counts[e] consecutive rows: rows (P, in), weights (E, out, in), biases (E, out) -> (P, out), and add
+    an adapter's updates. `matrices` are A and B of each update; `columns` its outputs.
 
     Differentiable by the rows and the matrices: the weights are frozen.
     """
@@ -250,14 +251,14 @@ def _add(
 
 
 def _times(rows: torch.Tensor, matrices: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """rows (P, in) times the matrix (out, in) of their expert, or of all -> (P, out)."""
+    """rows (P, in) times the matrix (out, in) of their expert, or the shared one -> (P, out)."""
     return linear(rows, matrices[0]) if len(matrices) == 1 else _each(rows, matrices, None, counts)
 
 
 def _add_times(
     y: torch.Tensor, rows: torch.Tensor, matrices: torch.Tensor, counts: Sequence[int], scale: float
 ) -> None:
-    """y += scale * `_times`, in place."""
+    """y += scale * `_times`."""
     if len(matrices) == 1:
         y.addmm_(rows, matrices[0].t(), alpha=scale)
         return
@@ -268,17 +269,17 @@ def _add_times(
 def _outer(
     left: torch.Tensor, right: torch.Tensor, like: torch.Tensor, counts: Sequence[int], scale: float
 ) -> torch.Tensor:
-    """scale * left.T @ right of each expert's rows, or of all rows, in the shape and dtype of `like`."""
+    """scale * left.T @ right of each expert's rows, or of all rows for a shared factor, in the shape and dtype of `like`."""
     if len(like) == 1:
         return linear(left.t(), right.t()).mul_(scale).to(like.dtype)[None]
-    found = torch.zeros_like(like)
+    products = torch.zeros_like(like)
     for expert, at in _chunks(counts):
-        found[expert] = linear(left[at].t(), right[at].t()).mul_(scale)
-    return found
+        products[expert] = linear(left[at].t(), right[at].t()).mul_(scale)
+    return products
 
 
 def _chunks(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
-    """The experts that have rows, and which rows."""
+    """The experts that have rows, with their rows."""
     start = 0
     for expert, count in enumerate(counts):
         if count:

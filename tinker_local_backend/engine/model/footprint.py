@@ -1,4 +1,4 @@
-"""What a model takes of memory: its weights, a token of the KV cache, a token of a training pass, and an adapter.
+"""Estimated memory of a model: its weights, a token of the KV cache, a token of a training pass, and an adapter.
 
 The same arithmetic serves a loaded model, one on the meta device, `python -m tinker_local_backend.plan`, and the table of
 docs/models.md (benchmarks/quantized.py).
@@ -15,22 +15,22 @@ from torch import nn
 
 from tinker_local_backend.engine.model.decoder import is_known
 from tinker_local_backend.engine.model.expert_matrices import matrices_of
-from tinker_local_backend.engine.model.experts import activation_width, kept_in_experts, routed_experts
+from tinker_local_backend.engine.model.experts import activation_width, routed_experts, saved_in_experts
 from tinker_local_backend.engine.model.quantized import QuantizedLinear
 
 BYTES_OF_TRAINED = 16
-"""a number of an adapter: itself, its gradient and two moments, in float32"""
+"""Bytes per parameter of an adapter in training: itself, its gradient and two moments, in float32."""
 BYTES_OF_SERVED = 2
-"""the same in a snapshot, in 16 bits"""
+"""Bytes per parameter of a snapshot, in 16 bits."""
 
 _NF4_BLOCK, _NF4_OUTER_BLOCK = 64, 256
 
 
-def made_bytes(quantization: str, shape: tuple[int, int]) -> int:
-    """Bytes of a weight (out, in) that TINKER_LOCAL_QUANTIZATION brings into fewer bits.
+def quantized_bytes(quantization: str, shape: tuple[int, int]) -> int:
+    """Bytes of a weight (out, in) that TINKER_LOCAL_QUANTIZATION quantizes.
 
-    nf4: half a byte for a number, a byte for the scale of 64, four for the scale of 256 scales, and the tables of both. int8 and
-    fp8: a byte for a number and four for the scale of a row.
+    nf4: half a byte per number, a byte per scale of 64 numbers, four bytes per scale of 256 scales, and the tables of both. int8
+    and fp8: a byte per number and four per row scale.
     """
     out_features, in_features = shape
     numbers = out_features * in_features
@@ -41,20 +41,20 @@ def made_bytes(quantization: str, shape: tuple[int, int]) -> int:
 
 
 def weight_bytes(model: nn.Module, quantization: str | None = None) -> int:
-    """Bytes of a model's weights and buffers, on any device. Tensors that are shared count once.
+    """Bytes of a model's weights and buffers, on any device. Shared tensors count once.
 
-    quantization: what TINKER_LOCAL_QUANTIZATION will make of its plain linears, all but the head.
+    quantization: TINKER_LOCAL_QUANTIZATION, which will quantize its plain linears except the head.
     """
     return sum(_weights(model, quantization)[0])
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Numbers of a model's weights and buffers, in whatever format they are kept."""
+    """Number of a model's weights and buffer elements, whatever their format."""
     return sum(_weights(model, None)[1])
 
 
 def _weights(model: Any, quantization: str | None) -> tuple[list[int], list[int]]:
-    """Bytes and numbers of each tensor."""
+    """Bytes and element count of each tensor."""
     head, seen = model.get_output_embeddings(), set[int]()
     sizes: list[int] = []
     counts: list[int] = []
@@ -63,38 +63,38 @@ def _weights(model: Any, quantization: str | None) -> tuple[list[int], list[int]
             sizes.append(module.nbytes)
             counts.append(module.out_features * module.in_features + (0 if module.bias is None else len(module.bias)))
             continue
-        made = quantization if isinstance(module, nn.Linear) and module is not head else None
+        method = quantization if isinstance(module, nn.Linear) and module is not head else None
         for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             if id(tensor) not in seen:
                 seen.add(id(tensor))
                 shape = tuple(tensor.shape)
-                sizes.append(tensor.nbytes if made is None or name != "weight" else made_bytes(made, shape))
+                sizes.append(tensor.nbytes if method is None or name != "weight" else quantized_bytes(method, shape))
                 counts.append(tensor.numel())
     return sizes, counts
 
 
 @dataclass(frozen=True)
 class TokenBytes:
-    """Bytes that a training pass has in memory for each of its tokens."""
+    """Memory of a training pass, in bytes per token."""
 
     kept: int
-    """what the backward pass keeps in all layers"""
+    """activations saved for the backward pass, in all layers"""
     recomputed: int
-    """the same with recomputed layers: their inputs, and all of the one that runs again"""
-    beside: int
-    """what comes and goes: gradients within a layer, the last hidden states and their gradient"""
+    """the same with gradient checkpointing: the layers' inputs, and all activations of one layer"""
+    transient: int
+    """temporary tensors: gradients within a layer, the last hidden states and their gradient"""
 
     @property
     def plain(self) -> int:
-        return self.kept + self.beside
+        return self.kept + self.transient
 
     @property
     def with_recomputation(self) -> int:
-        return self.recomputed + self.beside
+        return self.recomputed + self.transient
 
 
-KEEPING_LESS = "norms", "swiglu", "layers"
-"""Parts of the CUDA path (cuda/execution.py) with which a pass keeps less, in the order of the arguments below."""
+MEMORY_SAVING_PARTS = "norms", "swiglu", "layers"
+"""Parts of the CUDA path (cuda/execution.py) that save memory in a pass, in the order of the arguments of `token_bytes`."""
 
 
 def token_bytes(
@@ -109,20 +109,20 @@ def token_bytes(
     fused_mlp: bool = False,
     joined: bool = False,
 ) -> TokenBytes:
-    """What a pass through decoder layers keeps of a token, for gradients of adapters and not of weights.
+    """Activations of a token in decoder layers, with gradients of adapters and not of weights.
 
     Counted in the layers of Llama and Qwen3, and within a fifth of what autograd saves there (tests/engine/test_activations.py):
-    inputs and outputs of both norms; queries and keys before and after their rotation, values, and what was attended to; gate,
-    up, the activation and the product. Norms that are not fused keep float32 copies in 16 bits, for which 4.5 tensors of
+    inputs and outputs of both norms; queries and keys before and after their rotation, values, and the attention output; gate,
+    up, the activation and the product. Norms that are not fused save float32 copies of 16-bit inputs; then 4.5 tensors of
     attention are the mean of the modules and of the joined decoder.
 
     Args:
-        residual, attended, mlp: widths of a token's vector in the residual, in queries and keys together, and in the MLP.
-        experts: numbers that are kept in routed experts.
-        mixed: width of the linears of a layer with a state, which keeps about eight tensors of it.
-        fused_norms, fused_mlp: whether RMS norms are one operation each, and activation and product together.
-        joined: whether layers are those of cuda/fused_layer.py, which keep both sums of residuals in float32, the joined product
-            of queries, keys and values, what was attended to, and that of gate and up.
+        residual, attended, mlp: widths of the residual stream, of queries and keys together, and of the MLP.
+        experts: numbers saved in routed experts.
+        mixed: width of the linears of a recurrent layer, which saves about eight tensors of it.
+        fused_norms, fused_mlp: whether each RMS norm is one operation, and activation and product are one.
+        joined: whether layers are those of cuda/fused_layer.py, which save both sums of residuals in float32, the fused
+            projections (queries, keys and values; gate and up) and the attention output.
     """
     if joined:
         inputs = residual * max(4, dtype.itemsize)
@@ -130,7 +130,7 @@ def token_bytes(
         return TokenBytes(
             kept=layers * of_layer,
             recomputed=layers * inputs + of_layer + (2 * residual + mlp) * dtype.itemsize,
-            beside=(6 * residual + 3 * mlp) * dtype.itemsize,
+            transient=(6 * residual + 3 * mlp) * dtype.itemsize,
         )
     copies = dtype.itemsize < 4 and not fused_norms
     of_norms, of_attention = (6, 4.5) if copies else (4, 3)
@@ -139,7 +139,7 @@ def token_bytes(
     return TokenBytes(
         kept=layers * layer,
         recomputed=layers * residual * dtype.itemsize + layer,
-        beside=(6 * residual + 2 * mlp) * dtype.itemsize,
+        transient=(6 * residual + 2 * mlp) * dtype.itemsize,
     )
 
 
@@ -158,40 +158,43 @@ def token_bytes_of(model: Any) -> TokenBytes:
         chosen = getattr(config, "num_experts_per_tok", None)
         in_experts = activation_width(experts, chosen if isinstance(chosen, int) else experts.num_experts)
     shape = config.num_hidden_layers, config.hidden_size, (heads + kv_heads) * head_dim, mlp, in_experts
-    return token_bytes(*shape, model.dtype, mixed, *(parts.get(part) == "on" for part in KEEPING_LESS))
+    return token_bytes(*shape, model.dtype, mixed, *(parts.get(part) == "on" for part in MEMORY_SAVING_PARTS))
 
 
 def kv_bytes(numbers: int, dtype: torch.dtype) -> int:
-    """Bytes of a token in the KV cache; `numbers`: of its keys and values in all layers. Without any, about that of its place
-    in the prefix cache."""
+    """Bytes of a token in the KV cache, from the elements of its keys and values in all layers. Without attention layers, about
+    the bytes of its records in the prefix cache.
+    """
     return max(32, numbers * dtype.itemsize)
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of a model on a GPU. memory_plan.py divides a card by them."""
+    """Memory of a model on a GPU in bytes, from which memory_plan.py divides a GPU's memory."""
 
     weights: int
     largest: int
-    """a linear's weight, dequantised; 0 for plain weights"""
+    """the largest dequantized weight of a linear; 0 for plain weights"""
     kv_token: int
     pass_token: int
     recomputed_token: int
-    """as `pass_token`, of a pass that recomputes its layers: their inputs, and all of one layer"""
+    """`pass_token` with gradient checkpointing"""
     adapter: int
-    """numbers of its matrices"""
+    """number of its parameters"""
     vocabulary: int
+    """number of token ids"""
     pictures: int = 0
-    """embeddings of pictures that are kept"""
+    """cached embeddings of pictures"""
 
 
 def footprint(model: Any, quantization: str | None, rank: int, fused: bool = True) -> Footprint:
-    """That of a model with plain weights, on the meta device say, whose layers all attend with keys and values of one width.
+    """The footprint of a model with plain weights, which may be on the meta device. All layers must be attention layers with
+    keys as wide as values.
 
     Args:
         quantization: value of TINKER_LOCAL_QUANTIZATION.
         rank: of an adapter on every linear, the head, and routed experts in the layout `shared_outer`.
-        fused: as on a GPU whose kernels pass their checks.
+        fused: assume a GPU whose kernels pass their checks.
     """
     config, head = model.config.get_text_config(), model.get_output_embeddings()
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
@@ -200,10 +203,10 @@ def footprint(model: Any, quantization: str | None, rank: int, fused: bool = Tru
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kv_heads = config.num_key_value_heads
     chosen, expert = (getattr(config, name, None) or 0 for name in ("num_experts_per_tok", "moe_intermediate_size"))
-    layers, experts = config.num_hidden_layers, kept_in_experts(chosen, expert, config.hidden_size)
+    layers, experts = config.num_hidden_layers, saved_in_experts(chosen, expert, config.hidden_size)
     attended = (config.num_attention_heads + kv_heads) * width
     mlp = config.intermediate_size if not experts else getattr(config, "shared_expert_intermediate_size", None) or 0
-    # A GPU fuses norms and activations, and the check at start finds them right.
+    # `fused` assumes that fused norms and activations pass the check at start-up.
     joined = fused and quantization is None and is_known(model.base_model)
     sizes = token_bytes(layers, config.hidden_size, attended, mlp, experts, model.dtype, 0, fused, fused, joined)
     return Footprint(

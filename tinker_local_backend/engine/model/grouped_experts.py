@@ -1,7 +1,7 @@
-"""Routed experts as grouped products over rows sorted by expert, with the updates of adapters: the way of a GPU.
+"""Routed experts and the updates of their adapters on a GPU, as grouped products over rows sorted by expert.
 
-Nothing is read back from the device, so a step can be captured. Groups are those of `torch.nn.functional.grouped_mm`, through
-transformers' choice among its implementations. Ranks are padded, since that product needs rows of whole 16 bytes.
+Nothing synchronises with the device, so a step can be captured in a CUDA graph. The products are `torch.nn.functional.grouped_mm`
+or what transformers uses in its place. Ranks are padded, because rows must be multiples of 16 bytes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def by_group(
 
 
 class _Rows:
-    """The copies of a pass's rows, sorted by expert, and within an expert by the slot of their adapter."""
+    """The copies of a pass's rows, sorted by expert, then by the slot of their adapter."""
 
     def __init__(self, experts: Any, top_k_index: torch.Tensor):
         self._experts, self._chosen = experts, top_k_index.shape[1]
@@ -50,12 +50,12 @@ class _Rows:
         if self._slots is not None:
             keys_P = keys_P * slots + self._slots.slots_R.repeat_interleave(self._chosen)
         sorted_P, self.order_P = keys_P.sort(stable=True)
-        places = torch.arange(len(keys_P), device=keys_P.device)
-        self.back_P = torch.empty_like(places).scatter_(0, self.order_P, places)
+        indices_P = torch.arange(len(keys_P), device=keys_P.device)
+        self.back_P = torch.empty_like(indices_P).scatter_(0, self.order_P, indices_P)
         self._experts_P, self._slots_P = sorted_P // slots, sorted_P % slots
         self._ends_of_experts = _ends(self._experts_P, experts.num_experts)
         self._ends_of_slots = _ends(sorted_P, experts.num_experts * slots)
-        """of each expert's rows of one slot"""
+        """for each expert and slot"""
 
     def product(self, name: str, rows: torch.Tensor) -> torch.Tensor:
         """Each row times its expert's matrix of this name, with the updates of its adapter."""
@@ -89,7 +89,7 @@ class _Rows:
             yield columns, self._times(inner if members is None else inner * members, b.to(rows.dtype))
 
     def _times(self, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
-        """rows (P, in) times the matrix (out, in) of their expert, or of all -> (P, out)."""
+        """rows (P, in) times the matrix (out, in) of their expert, or the shared one -> (P, out)."""
         if len(matrices) == 1:
             return F.linear(rows, matrices[0])
         return cast(torch.Tensor, moe._grouped_linear(rows, matrices, self._ends_of_experts))
@@ -97,8 +97,9 @@ class _Rows:
     def _add_slots(
         self, y: torch.Tensor, rows: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scales: torch.Tensor
     ) -> None:
-        """y += scale * rows @ A.T @ B.T with the matrices of each row's expert and slot. A factor that experts share is applied
-        for all slots at once: one product, of which a row takes its part."""
+        """y += scale * rows @ A.T @ B.T with the matrices of each row's expert and slot. A factor shared by the experts is
+        applied for all slots in one product, from which each row selects its slot.
+        """
         slots, rank = a.shape[1:3]
         if len(a) == 1:
             every = F.linear(rows, a[0].flatten(0, 1)).unflatten(1, (slots, rank))
@@ -121,7 +122,7 @@ def _ends(sorted_P: torch.Tensor, groups: int) -> torch.Tensor:
 
 
 def _padded(update: Update) -> Update:
-    """The update with ranks of zeros up to a multiple of RANK_MULTIPLE."""
+    """The update, its rank padded with zeros to a multiple of RANK_MULTIPLE."""
     more = -update.a.shape[1] % RANK_MULTIPLE
     return update._replace(a=F.pad(update.a, (0, 0, 0, more)), b=F.pad(update.b, (0, more))) if more else update
 

@@ -1,8 +1,7 @@
 """The head: hidden states to logits, to logprobs of given tokens, and back to gradients, through one buffer of logits.
 
-The (tokens x vocabulary) matrix never exists as a whole: one reused buffer has the logits of a few positions at a time, which
-become probabilities in place and then, if needed, the gradient of the logits. Autograd would keep or recompute several such
-matrices.
+The (tokens x vocabulary) matrix is never materialised: one reused buffer holds the logits of a chunk of positions, which become
+probabilities in place and then, if needed, the gradient of the logits. Autograd would save or recompute several such matrices.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ from tinker_local_backend.engine.model.memory import cuda_memory
 from tinker_local_backend.engine.model.products import float32_product, for_onednn, linear
 
 CHUNK_ELEMENTS = 1 << 24
-"""Logits in memory at a time: 16 M floats, 64 MB in float32;"""
+"""Logits in memory at a time on a CPU: 64 MB in float32."""
 
 CHUNK_ELEMENTS_CUDA = 1 << 27
-"""512 MiB on a large GPU, so that a pass of 16k tokens and 152k ids has 19 chunks, not 149."""
+"""The same on a large GPU, 512 MiB: a pass of 16k tokens and 152k ids has 19 chunks, not 149."""
 
 CHUNK_SHARE = 64
-"""One part in so many of a GPU's memory is for logits."""
+"""Logits may take 1 / CHUNK_SHARE of a GPU's memory."""
 
 BYTES_OF_LOGIT = 10
-"""of a chunk: the buffer, a second one where some rows have no slope, and a copy in 16 bits"""
+"""Bytes per logit of a chunk: the buffer, a second one if some rows have no slope, and a copy in 16 bits."""
 
 LOG2_E = math.log2(math.e)
 
@@ -73,12 +72,12 @@ class HeadWeights:
     def finish_(
         self, logits: torch.Tensor, temperature: float = 1.0, inner: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """Turn products with the weights into logits over the temperature, in place: adapter, bias, multiplier, soft cap.
+        """Turn hidden @ weight.T into logits / temperature, in place: adapter, bias, multiplier, soft cap.
 
-        `inner`: hidden @ a.T (N, rank) float32, of a head with an adapter. Numbers that all logits are multiplied by go with an
-        operation that passes over them anyway.
+        `inner`: hidden @ a.T (N, rank) float32, of a head with an adapter. Constant factors are folded into an operation that
+        passes over the logits anyway.
 
-        Returns the derivative of the soft cap by its input, of the same shape; None without one.
+        Returns the derivative of the soft cap by its input, of the same shape; None without a soft cap.
         """
         factor = self.multiplier / (temperature if self.softcap is None else self.softcap)
         if inner is not None and self.b is not None:
@@ -105,13 +104,13 @@ class HeadWeights:
 
 
 def chunk_elements(card: int) -> int:
-    """Logits in memory at a time, on a GPU of so many bytes."""
+    """Logits in memory at a time, on a GPU with `card` bytes."""
     return min(CHUNK_ELEMENTS_CUDA, card // CHUNK_SHARE // BYTES_OF_LOGIT)
 
 
 @dataclass
 class ScoreGradient:
-    """Gradients of the hidden states (S, H), and of the adapter's A and B at the head (empty without them)."""
+    """Gradients of the hidden states (S, H), and of the adapter's A and B at the head (empty if it has none)."""
 
     hidden: torch.Tensor
     head: list[torch.Tensor]
@@ -136,9 +135,9 @@ class SlopedRows:
 
 
 class Scorer:
-    """Scores target ids under softmax(logits / temperature) of a head, with the adapter in it.
+    """Scores target ids under softmax(logits / temperature) of a head and its adapter.
 
-    Every method takes hidden (S, H) and targets (S, K) int64; logprobs are (S, K) float32. Autograd records nothing here.
+    Every method takes hidden (S, H) and targets (S, K) int64; logprobs are (S, K) float32. Autograd records nothing.
     """
 
     def __init__(self, head: HeadWeights, temperature: float = 1.0):
@@ -150,7 +149,7 @@ class Scorer:
 
     @torch.no_grad()
     def logprobs(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Logprobs alone."""
+        """Logprobs only."""
         return torch.cat([self._score(hidden[s:e], targets[s:e])[0] for s, e in self._chunks(len(hidden))])
 
     @torch.no_grad()
@@ -160,7 +159,7 @@ class Scorer:
         entropies: list[torch.Tensor] = []
         for start, end in self._chunks(len(hidden)):
             chunk, total, _ = self._score(hidden[start:end], targets[start:end])
-            weights = self._logits(end - start, hidden.device)  # exp(logit - largest), which add up to `total`
+            weights = self._logits(end - start, hidden.device)  # exp(logit - largest), whose sum is `total`
             logprobs.append(chunk)
             entropies.append(total.log() + torch.special.entr(weights).sum(dim=-1, keepdim=True) / total)
         return torch.cat(logprobs), torch.cat(entropies)
@@ -171,7 +170,7 @@ class Scorer:
     ) -> tuple[torch.Tensor, ScoreGradient]:
         """Both in one pass, for a loss whose slope at a row depends on that row alone.
 
-        Without `sloped` the slopes are inspected, which on a GPU synchronises for every chunk.
+        Without `sloped` the slopes are searched for non-zero rows, which on a GPU synchronises for every chunk.
         """
         logprobs, gradient = [], self._zeros(hidden)
         for start, end in self._chunks(len(hidden)):
@@ -196,7 +195,7 @@ class Scorer:
     def gradient(
         self, hidden: torch.Tensor, targets: torch.Tensor, slopes: torch.Tensor, sloped: SlopedRows | None = None
     ) -> ScoreGradient:
-        """The gradient for known dL/d logprobs (S, K). Scores the rows with a slope again."""
+        """The gradient for known dL/d logprobs (S, K). Recomputes the scores of the rows with a slope."""
         gradient = self._zeros(hidden)
         for index in (_rows_with_slope(slopes) if sloped is None else sloped.on_device).split(self._rows):
             if len(index):
@@ -229,7 +228,7 @@ class Scorer:
 
     def _products(self, hidden: torch.Tensor) -> torch.Tensor:
         """Write hidden @ weight.T to the buffer."""
-        if for_onednn(hidden, self._head.weight):  # it allocates its result
+        if for_onednn(hidden, self._head.weight):  # oneDNN allocates its result
             self._buffer = None
             self._buffer = float32_product(hidden, self._head.weight)
             return self._buffer
@@ -238,9 +237,8 @@ class Scorer:
     def _score(
         self, hidden: torch.Tensor, targets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Logprobs (C, K); leaves exp(logits - max) in the buffer and returns its row sums (C, 1).
-
-        The third result is the derivative of a soft cap by its input, if the model has one.
+        """Logprobs (C, K), row sums (C, 1) of exp(logits - max), which stays in the buffer, and the derivative of the soft cap by
+        its input, if the model has one.
         """
         head = self._head
         logits = self._products(hidden)
@@ -261,9 +259,9 @@ class Scorer:
         head_gradients: list[torch.Tensor],
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """dL/d hidden of the rows just scored, from the buffer that `_score` left. `rows` (C,): only for these of them."""
+        """dL/d hidden of the rows just scored, from the buffer of `_score`. `rows` (C,): only for these of them."""
         head = self._head
-        # d lp_k / d logits = onehot(target_k) - p, summed over k with the slopes as weights, and by the products.
+        # d lp_k / d logits = onehot(target_k) - p, summed over k with the slopes as weights.
         slopes = slopes * (head.multiplier / self._temperature)
         grad_logits = self._logits(len(hidden), hidden.device) if rows is None else self._picked(rows)
         grad_logits.mul_(-slopes.sum(dim=1, keepdim=True) / total)

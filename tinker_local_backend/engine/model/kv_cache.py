@@ -16,20 +16,21 @@ import numpy as np
 import torch
 
 PAGE_TOKENS = 32
-"""Measured on CPUs with 8 to 512 sequences: with 16 the products are too small, with 64 too much of the last pages is empty."""
+"""Tokens per page. On CPUs with 8 to 512 sequences, products are too small with 16, and too much of the last pages is empty
+with 64."""
 
 MIN_HUGE = 4 << 20
-"""Bytes from which numpy, unlike torch, asks Linux for huge pages: the first write then takes a third of the time."""
+"""Bytes from which numpy, unlike torch, requests huge pages: the first write then takes a third of the time."""
 
 ALIGNMENT = 64
-"""of torch's allocations, in bytes"""
+"""Bytes to which torch aligns allocations."""
 
 
 @dataclass(eq=False)
 class KVSlots:
     """Where a pass stores its keys: row `rows[i]` of the pass goes to token `offsets[i]` of page `slots[i]`; int64 each.
 
-    `rows` None: row i goes to entry i.
+    `rows=None`: row i goes to entry i.
     """
 
     slots: torch.Tensor
@@ -47,7 +48,7 @@ class KVSlots:
 
 
 class LayerShape(NamedTuple):
-    """What a layer keeps of each token."""
+    """Shape of a layer's keys and values of one token."""
 
     kv_heads: int
     key_dim: int
@@ -55,9 +56,10 @@ class LayerShape(NamedTuple):
 
 
 class KVCache:
-    """Keys and values of each layer that attends, by its index: (pages, kv_heads, PAGE_TOKENS, key_dim or value_dim).
+    """Keys and values of each attention layer, by its index: (pages, kv_heads, PAGE_TOKENS, key_dim or value_dim).
 
-    Growth needs memory for the keys of one layer twice. With `fixed` pages, all exist from the start and keep their addresses.
+    While it grows, the keys or values of one layer are in memory twice. `fixed` pages are allocated at once and keep their
+    addresses.
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class KVCache:
         return torch.as_tensor(raw[start : start + size]).view(self._dtype).view(shape)
 
     def resize(self, pages: int) -> None:
-        """Change the number of pages; those that stay keep their contents. 0 frees the memory, or zeroes it if it is fixed."""
+        """Change the number of pages; remaining ones keep their contents. 0 frees the memory, or zeroes it if it is fixed."""
         if self._fixed:
             if pages == 0:
                 for stored in self._stored():
@@ -94,7 +96,7 @@ class KVCache:
             return
         for table in (self._keys, self._values):
             for layer, old in table.items():
-                if len(old) != pages:  # after a failed growth, some may have grown
+                if len(old) != pages:  # after a failed growth, some layers may have grown
                     kept = min(pages, len(old), self.pages)
                     new = self._empty(pages, self._shapes[layer], old.shape[3])
                     new[:kept] = old[:kept]
@@ -126,7 +128,7 @@ class KVCache:
         for stored, new in zip(self.layer(layer), (keys, values), strict=True):
             by_row, dim = new.transpose(0, 1), stored.shape[3]
             by_row = by_row if kv_slots.rows is None else by_row[kv_slots.rows]
-            if dim > 0:  # GLM 5 has no rotary part of a key
+            if dim > 0:  # GLM 5 has keys without a rotary part
                 stored.view(-1, dim).index_copy_(0, index, by_row.reshape(-1, dim))
 
     def read(self, layer: int, slots: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The check of a model at load: its logits are compared with those of transformers, and its layers seen."""
+"""The check of a model at load: compares its logits with transformers', and records how its layers mix tokens."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from tinker_local_backend.engine.model.kv_cache import KVCache, KVSlots, LayerSh
 from tinker_local_backend.engine.model.memory import out_of_memory
 from tinker_local_backend.engine.model.paged_attention import DecodePlan, Table, Tables
 from tinker_local_backend.engine.model.refusals import context_length
-from tinker_local_backend.engine.model.sharding import Shards, Step, Whole
+from tinker_local_backend.engine.model.sharding import Shards, Step, Unsharded
 from tinker_local_backend.engine.model.states import StateCache, StateKey, StateShape
 from tinker_local_backend.errors import RequestError
 
 LARGEST_ERROR = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 1e-1}
-"""Relative errors of logits that are still rounding."""
+"""Largest relative errors of logits that are rounding."""
 
-_OF_THE_DEVICE = ("CUDA error", "cuDNN error")
-"""How errors of a GPU and of its libraries begin."""
+_DEVICE_ERRORS = ("CUDA error", "cuDNN error")
+"""First words of errors of a GPU and its libraries."""
 
 
 def check_sequences(module: PreTrainedModel, device: torch.device) -> list[torch.Tensor]:
-    """The tokens of the sequences that are compared."""
+    """The token ids of the check sequences."""
     head: Any = module.get_output_embeddings()
     return [torch.arange(n, device=device) % head.weight.shape[0] for n in (5, 3)]
 
 
 @torch.inference_mode()
-def reference_logits(module: PreTrainedModel, device: torch.device, shards: Shards | Whole) -> list[torch.Tensor]:
-    """Logits (T, vocabulary) in float32 of each check sequence, as transformers computes them with its own functions."""
+def reference_logits(module: PreTrainedModel, device: torch.device, shards: Shards | Unsharded) -> list[torch.Tensor]:
+    """Logits (T, vocabulary) in float32 of each check sequence, computed by transformers' eager functions."""
     model: Any = module
     model.set_attn_implementation("eager")
     model.set_experts_implementation("eager")
@@ -46,30 +46,30 @@ def reference_logits(module: PreTrainedModel, device: torch.device, shards: Shar
     return logits
 
 
-def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """|found - wanted| / |wanted|"""
-    return float((found - wanted).norm() / wanted.norm().clamp(min=1e-12))
+def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
+    """|result - expected| / |expected|"""
+    return float((result - expected).norm() / expected.norm().clamp(min=1e-12))
 
 
-class UnfitError(Exception):
-    """The engine does not compute a model as transformers does. Says why."""
+class UnsupportedError(Exception):
+    """The engine does not compute a model as transformers does; the message says why."""
 
 
 @dataclass(frozen=True)
-class SeenLayers:
+class ObservedLayers:
     """How the layers of a model mix tokens."""
 
     attention: dict[int, tuple[int, LayerShape]]
-    """query heads of each layer that attends, and what it keeps of a token"""
+    """query heads and KV shape of each attention layer"""
     windows: dict[int, int | None]
-    """the sliding window that each of them gave to the attention function"""
+    """the sliding window that each of them passed to the attention function"""
     sinks: bool
     """some layer has attention sinks"""
     attending: set[nn.Module]
-    """the modules that attended"""
+    """the modules that called attention"""
     states: dict[StateKey, StateShape]
     continues: bool
-    """layers with a state go on from it with any number of tokens. Those of Mamba 1 start anew instead"""
+    """recurrent layers continue from a state with any number of tokens; Mamba 1 restarts instead"""
     passes: tuple[CheckedPass, ...]
 
 
@@ -82,17 +82,17 @@ def check_passes(
     sequences: Sequence[torch.Tensor],
     expected: Sequence[torch.Tensor],
     dtype: torch.dtype,
-) -> SeenLayers:
+) -> ObservedLayers:
     """Compare the logits of the check sequences, packed and one token at a time, with those of transformers.
 
-    Unsupported models fail here: layers that mix tokens in a way of their own, attention that is not causal or uses more than
-    queries, keys, values and sinks (position biases), logits changed after the head.
+    Unsupported models fail here: layers with unknown token mixing, attention that is not causal or uses more than queries, keys,
+    values and sinks (position biases), logits changed after the head.
 
     Args:
-        logits: of a pass (tokens, positions, plan) of the base model, (T, vocabulary).
-        expected: those of transformers, for each sequence.
+        logits: (tokens, positions, plan) of a pass of the base model -> (T, vocabulary).
+        expected: transformers' logits of each sequence.
 
-    Raises UnfitError; what a device or a full memory fails with says nothing of the model, and goes through.
+    Raises UnsupportedError. Errors of the device and out-of-memory errors, which say nothing about the model, are re-raised.
     """
     whole, device = sequences[0], sequences[0].device
     together = PackedPlan.whole([len(tokens) for tokens in sequences])
@@ -112,18 +112,18 @@ def check_passes(
         decoded = logits(whole[-1:], decoding.lengths, decoding)
         continued = packed[: len(whole)]
         if states.shapes:
-            behind = PackedPlan([Segment(0, 2), Segment(2, len(whole), 2, (0, 2))])
-            continued = logits(whole, torch.arange(len(whole), device=device), behind)
+            in_two = PackedPlan([Segment(0, 2), Segment(2, len(whole), 2, (0, 2))])
+            continued = logits(whole, torch.arange(len(whole), device=device), in_two)
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError, RequestError) as error:
-        if out_of_memory(error) or str(error).startswith(_OF_THE_DEVICE):
+        if out_of_memory(error) or str(error).startswith(_DEVICE_ERRORS):
             raise
-        why = "has layers that the local engine cannot run: more mixes their tokens than queries, keys and values"
-        raise UnfitError(why) from error
+        why = "has layers that the local engine cannot run: they mix tokens by more than queries, keys and values"
+        raise UnsupportedError(why) from error
     error = relative_error(torch.cat([packed, decoded]), torch.cat([*expected, expected[0][-1:]]))
     if not error <= LARGEST_ERROR[dtype]:
         why = f"has other logits in the local engine than in transformers (relative error {error:.1e})"
-        raise UnfitError(f"{why}: it has layers that the engine does not support")
-    return SeenLayers(
+        raise UnsupportedError(f"{why}: it has layers that the engine does not support")
+    return ObservedLayers(
         together.shapes,
         together.windows,
         together.sinks,
@@ -134,13 +134,13 @@ def check_passes(
     )
 
 
-def reach(config: Any, windows: Mapping[int, int | None] | None) -> int:
-    """The context length that the model has here: less than its config states where a layer's sliding window does not reach the
-    attention function or where longer sequences change the positions of shorter ones.
+def usable_context_length(config: Any, windows: Mapping[int, int | None] | None) -> int:
+    """The context length in this engine. It is less than the config's if a layer does not pass its sliding window to the
+    attention function, or if longer sequences change the rotary frequencies of shorter ones.
 
     Args:
         config: of the text model.
-        windows: the sliding window that each layer gave to the attention function; None: it is not the engine's.
+        windows: the sliding window that each layer passed to the attention function; None if it is not the engine's.
     """
     limits = [context_length(config) or 0]
     window = getattr(config, "sliding_window", None)

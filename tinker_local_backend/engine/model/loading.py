@@ -30,12 +30,12 @@ from tinker_local_backend.errors import ModelLoadError, RequestError
 from tinker_local_backend.hub_access import try_hub_once
 
 _LOADING = threading.Lock()
-"""transformers sets a default device for the whole process while it loads: two engines load one after the other."""
+"""Serialises loading: transformers sets a default device for the whole process meanwhile."""
 
 
 @contextmanager
 def _quiet_loading() -> Iterator[None]:
-    """Hide the progress bar of loading; downloads and other code keep theirs."""
+    """Hide the progress bar of loading, but not those of downloads and other code."""
     was_enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
@@ -46,7 +46,9 @@ def _quiet_loading() -> Iterator[None]:
 
 
 def auto_class(config: PretrainedConfig) -> Any:
-    """What loads a model with this config: with its vision tower if it takes pictures here, or is known by that class alone."""
+    """The auto class that loads a model with this config: with its vision tower if the model takes pictures here, or has no
+    other auto class.
+    """
     images_only = (
         type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     )
@@ -54,13 +56,13 @@ def auto_class(config: PretrainedConfig) -> Any:
 
 
 def check_has_experts(name: str) -> None:
-    """Raise RequestError for a model that is no mixture of experts, and ModelLoadError for no model. Reads no weights."""
+    """Raise RequestError for a model that is no mixture of experts, and ModelLoadError if it cannot be read. Reads no weights."""
     if not has_experts(model_config(name).get_text_config()):
         raise RequestError(f"expert_lora: model {name!r} has no routed experts; leave it out")
 
 
 def model_config(name: str) -> PretrainedConfig:
-    """Of a directory or hub id. Raises ModelLoadError."""
+    """The config of a directory or hub id. Raises ModelLoadError."""
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:
@@ -69,7 +71,7 @@ def model_config(name: str) -> PretrainedConfig:
 
 
 def empty_module(name: str) -> Any:
-    """The module of a directory or hub id without weights (on the meta device). Raises ModelLoadError."""
+    """The module of a directory or hub id on the meta device, without weights. Raises ModelLoadError."""
     check_model_name(name)
     whole = model_config(name)
     refuse_unsupported(name, whole.get_text_config())
@@ -80,7 +82,7 @@ def empty_module(name: str) -> Any:
 def load_module(name: str, dtype: torch.dtype, device: torch.device) -> tuple[Any, PreTrainedTokenizerBase]:
     """Module and tokenizer of a directory or hub id. Raises ModelLoadError.
 
-    Weights in fewer bits come onto `device`, where they are made; plain ones stay on the CPU.
+    Quantized weights are on `device`, plain ones on the CPU.
     """
     check_model_name(name)
     if not Path(name).expanduser().is_dir():
@@ -92,14 +94,14 @@ def load_module(name: str, dtype: torch.dtype, device: torch.device) -> tuple[An
         arguments = load_arguments(name, whole, dtype, device, environment.read(VARIABLE))
         try:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
-            # Some modules draw numbers when they are made, before they get their weights.
+            # Some modules draw random numbers in their constructor.
             with _quiet_loading(), torch.random.fork_rng(devices=[]):
                 loaded: Any = auto_class(whole).from_pretrained(
                     name, dtype=dtype, attn_implementation="eager", output_loading_info=True, **arguments
                 )
             module, info = loaded
             if "quantization_config" in arguments and not has_quantized(module):
-                raise ValueError(f"{VARIABLE} finds no linears in it that can be brought into fewer bits")
+                raise ValueError(f"{VARIABLE}: it has no linears that can be quantized")
         except (OSError, ValueError, ImportError) as error:
             raise ModelLoadError(f"model {name!r} cannot be loaded: {error}") from error
     round_dequantized(module, arguments, dtype)

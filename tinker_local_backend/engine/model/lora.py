@@ -1,7 +1,7 @@
 """LoRA adapters outside the model: one base model, any number of adapters, one per row of a batch.
 
-A `LoraLinear` replaces an `nn.Linear` and looks up, at each call, which rows belong to which adapter (`AdapterRouting`).
-An `Adapter` is a table of A and B matrices in float32; training updates it in place, `snapshot()` freezes a copy.
+A `LoraLinear` replaces an `nn.Linear` and looks up at each call which rows use which adapter (`AdapterRouting`). An `Adapter`
+is a table of A and B matrices in float32; training updates it in place, `snapshot()` returns a frozen copy.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from tinker_local_backend.engine.model.quantized import QuantizedLinear
 
 @dataclass(frozen=True)
 class PeftNames:
-    """How PEFT's config names the linears of an adapter."""
+    """The targets of an adapter in PEFT's config."""
 
     modules: tuple[str, ...] = ()
-    """`target_modules`: ends of their paths that no other module of the model has"""
+    """`target_modules`: path suffixes that no other module of the model has"""
     parameters: tuple[str, ...] = ()
-    """`target_parameters`: paths of the experts' tensors, and of weights of MLP linears beside them, whose names PEFT would take
-    for those tensors"""
+    """`target_parameters`: paths of the experts' tensors, and of weights of MLP linears next to them, whose names PEFT would
+    match with those tensors"""
     fan_in_fan_out: bool = False
     """some base weights are (in, out)"""
 
@@ -42,7 +42,7 @@ class PeftNames:
 class Adapter:
     """Weights of one LoRA adapter: module path -> A of shape (rank, in) and B of shape (out, rank), float32.
 
-    Those of routed experts have a dimension more in front, of the experts or of 1 (expert_matrices.py).
+    Those of routed experts have another first dimension, experts or 1 (expert_matrices.py).
     """
 
     spec: LoraSpec
@@ -52,16 +52,16 @@ class Adapter:
     unembed: str | None = None
     """path of the head, if it has matrices"""
     experts: tuple[ExpertMatrix, ...] = ()
-    """the names in the tables that are of routed experts"""
+    """the matrices of routed experts in the tables"""
     quantization: str | None = None
-    """what TINKER_LOCAL_QUANTIZATION made of the base model's weights; they are part of the function that it computes"""
+    """TINKER_LOCAL_QUANTIZATION of the base model that it was trained on"""
 
     def parameters(self) -> list[torch.Tensor]:
-        """All matrices in a fixed order: A and B of each module, modules by name."""
+        """All matrices: A and B of each module, modules sorted by name."""
         return [matrix for name in sorted(self.a) for matrix in (self.a[name], self.b[name])]
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """`parameters` with their names in PEFT."""
+        """`parameters` with PEFT's names."""
         for name in sorted(self.a):
             yield f"{name}.lora_A.weight", self.a[name]
             yield f"{name}.lora_B.weight", self.b[name]
@@ -72,13 +72,13 @@ class Adapter:
 
     @cached_property
     def _experts_by_path(self) -> dict[str, list[ExpertMatrix]]:
-        found: dict[str, list[ExpertMatrix]] = {}
+        by_path: dict[str, list[ExpertMatrix]] = {}
         for matrix in self.experts:
-            found.setdefault(matrix.module, []).append(matrix)
-        return found
+            by_path.setdefault(matrix.module, []).append(matrix)
+        return by_path
 
     def snapshot(self, dtype: torch.dtype) -> Adapter:
-        """A frozen copy to sample from, in the dtypes of training: the model's, and float32 at the head."""
+        """A frozen copy to sample from, in the dtypes that training computes in: the model's, and float32 at the head."""
 
         def frozen(table: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             return {
@@ -97,7 +97,7 @@ Spans = list[tuple[Rows, Adapter]]
 
 
 AddLora = Callable[[str, torch.Tensor, torch.Tensor], None]
-"""(path of a linear, its input (rows, in), its output (rows, out)): adds the adapters' deltas to the output."""
+"""(path of a linear, its input (rows, in), its output (rows, out)): adds the adapters' deltas to the output in place."""
 
 
 @dataclass
@@ -108,11 +108,11 @@ class AdapterRouting:
     add: AddLora | None = None
     """used instead of `spans` when the adapters are in slots (cuda/adapter_slots.py)"""
     slots: ExpertSlots | None = None
-    """then those of routed experts"""
+    """with `add`: the adapters on routed experts"""
 
     @contextmanager
     def use(self, spans: Spans) -> Iterator[None]:
-        """Within: forward passes use these adapters, and those in slots as before."""
+        """Within: forward passes use these adapters; adapters in slots are unchanged."""
         previous, self.spans = self.spans, spans
         try:
             yield
@@ -121,7 +121,7 @@ class AdapterRouting:
 
     @contextmanager
     def use_slots(self, add: AddLora, slots: ExpertSlots | None) -> Iterator[None]:
-        """Within: forward passes that get no adapters use those in slots."""
+        """Within: forward passes without spans use the adapters in slots."""
         previous = self.add, self.slots
         self.add, self.slots = add, slots
         try:
@@ -132,7 +132,7 @@ class AdapterRouting:
 
 
 def spans_of(adapters: Adapter | Spans | None) -> Spans:
-    """The spans themselves, or the one for all rows of an adapter (None: the base model)."""
+    """Spans unchanged; an adapter as one span of all rows; None (the base model) as no span."""
     if isinstance(adapters, list):
         return adapters
     return [] if adapters is None else [(slice(None), adapters)]
@@ -168,7 +168,7 @@ def owners_of(spans: Spans, rows: int) -> list[Adapter | None] | None:
 class _TrainedProduct(torch.autograd.Function):
     """x @ weight.T + bias, plus scale * (x @ a.T) @ b.T on ranges of the outputs, with gradients for x, a and b only.
 
-    `columns` are the ranges (first output, number of outputs); `matrices` are the A of each, then the B of each.
+    `columns` are the ranges (first output, number of outputs); `matrices` are all A, then all B.
     Autograd's graph of this would write three more tensors of the size of x or of the result.
     """
 
@@ -193,7 +193,7 @@ class _TrainedProduct(torch.autograd.Function):
             y.narrow(1, first, size).addmm_(inner_i, b_i.to(x.dtype).t(), alpha=scale)
         ctx.save_for_backward(x, weight if is_plain else None, joined_a, inner, *matrices)
         ctx.scale, ctx.columns, ctx.quantized = scale, columns, None if is_plain else weight
-        # Not a view, because models such as OLMo change it in place.
+        # Not a view, because models such as OLMo modify it in place.
         return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[1]])
 
     @staticmethod
@@ -234,7 +234,7 @@ class Factors:
 
 
 Linear = nn.Linear | Conv1D | QuantizedLinear
-"""What an adapter can be added to."""
+"""Modules to which an adapter can be added."""
 
 
 class LoraLinear(nn.Module):
@@ -242,8 +242,8 @@ class LoraLinear(nn.Module):
 
     Args:
         base: an `nn.Linear`; transformers' Conv1D, whose weight (in, out) is viewed as (out, in); or a QuantizedLinear, which
-            computes its products itself: there is no `weight` then.
-        part: where it stands; BaseModel tells attention from the rest when it has seen which modules attend.
+            computes its products itself, so that there is no `weight`.
+        part: part of the model; BaseModel sets it to "attn" where the check at load shows attention.
     """
 
     def __init__(self, base: Linear, name: str, routing: AdapterRouting, part: Part = "mlp"):
@@ -261,7 +261,7 @@ class LoraLinear(nn.Module):
         self.part: Part = part
         self.routing = routing
         self.sizes = {name: self.out_features}
-        """outputs of each linear in the product, by its path in the model"""
+        """number of outputs of each linear in the product, by its path in the model"""
         self._factors: weakref.WeakKeyDictionary[Adapter, Factors | None] = weakref.WeakKeyDictionary()
 
     @classmethod
@@ -284,7 +284,7 @@ class LoraLinear(nn.Module):
         return joined
 
     def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of an adapter's A and B."""
+        """Shapes of an adapter's A and B."""
         return (rank, self.in_features), (self.out_features, rank)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -328,7 +328,7 @@ class LoraLinear(nn.Module):
                     y_RO[rows, columns].addmm_(inner[:, ranks], b, alpha=scale)
 
     def factors(self, adapter: Adapter, dtype: torch.dtype) -> Factors | None:
-        """The adapter's matrices for this product, cached if it is frozen. None: it has none."""
+        """The adapter's matrices for this product, cached if it is frozen. None if it has none."""
         if adapter in self._factors:
             return self._factors[adapter]
         parts: list[tuple[slice, slice, torch.Tensor]] = []

@@ -1,4 +1,4 @@
-"""The spec of an adapter. Imports no torch: checkpoints and the registry need no tensors to name it."""
+"""The spec of an adapter. Imports no torch, which checkpoints and the registry do not need for it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from tinker_local_backend import environment
 from tinker_local_backend.errors import RequestError
 
 Part: TypeAlias = Literal["attn", "mlp", "unembed"]
-"""Where a linear stands: within attention, anywhere else in the decoder, or at the head."""
+"""Part of a model that has a linear: attention, anything else in the decoder, or the head."""
 
 ExpertLayout: TypeAlias = Literal["shared_outer", "per_expert", "frozen"]
 """How an adapter covers routed experts. `shared_outer`, as on the hosted service: all experts of a layer share the factors on the
-side of the model's width (A of gate and up, B of down), and each has an inner factor of its own. `per_expert`, as PEFT's
-`target_parameters`: each expert has both factors, and gate and up are one matrix where the model joins them. `frozen`: not at
+side of the hidden size (A of gate and up, B of down), and each has a separate inner factor. `per_expert`, as PEFT's
+`target_parameters`: each expert has both factors, and gate and up are one matrix if the model fuses them. `frozen`: not at
 all."""
 
 LORA_ALPHA = 32.0
-"""The hosted service's constant: updates are scaled by alpha / rank, so the best learning rate does not depend on the rank."""
+"""The hosted service's alpha. Updates are scaled by alpha / rank, so the best learning rate does not depend on the rank."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class LoraSpec:
     train_unembed: bool = True
     alpha: float = LORA_ALPHA
     experts: ExpertLayout = "frozen"
-    """of routed experts, if there are some and `train_mlp` is set"""
+    """layout of routed experts, if there are any and `train_mlp` is set"""
 
     @classmethod
     def asked(

@@ -1,4 +1,4 @@
-"""What an adapter of a model has matrices for: the linears of its text decoder, its head, its routed experts."""
+"""The LoRA targets of a model: the linears of its text decoder, its head, and its routed experts."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ from tinker_local_backend.errors import ModelLoadError, RequestError
 logger = logging.getLogger(__name__)
 
 ROUTERS = ("gate", "wg", "router", "shared_expert_gate", "classifier")
-"""Names of linears that route tokens to experts. They stay frozen, as on the hosted service."""
+"""Names of linears that route tokens to experts, which stay frozen, as on the hosted service."""
 
 _MAMBA_TYPES = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 """Model types in which PEFT refuses adapters on `out_proj`: kernels read its weight without calling the linear."""
 
-_NOT_OF_TEXT = "embed_tokens_extend"
-"""Phi-4's encoders of images and sound, which are in its decoder."""
+_NOT_TEXT = "embed_tokens_extend"
+"""Phi-4's image and audio encoders, which are in its decoder."""
 
-_OF_EXPERTS = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
-"""Names that PEFT takes for the experts' tensors, in models that have experts."""
+_EXPERT_NAMES = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
+"""Names that PEFT matches with the experts' tensors, in models with experts."""
 
 
 class Target(Protocol):
-    """What has an A and a B: a linear, or a tensor of experts."""
+    """A linear or a tensor of experts, which an adapter has A and B for."""
 
     @property
     def part(self) -> Part: ...
 
     def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of A (..., rank, in) and B (..., out, rank)."""
+        """Shapes of A (..., rank, in) and B (..., out, rank)."""
         ...
 
 
 class LoraTargets:
-    """The targets of a model, in which `install_lora` has put its linears.
+    """The targets of a model with the linears from `install_lora`.
 
     Args:
-        name: of the model, for errors.
+        name: of the model, for error messages.
         experts: its modules with routed experts.
     """
 
@@ -68,7 +68,7 @@ class LoraTargets:
 
     @property
     def has_mlp_linears(self) -> bool:
-        """Whether some linear stands outside attention and is not the head."""
+        """Whether some linear is neither in attention nor the head."""
         return any(linear.part == "mlp" for linear in self._linears.values())
 
     def experts(self, layout: ExpertLayout) -> list[ExpertMatrix]:
@@ -76,16 +76,16 @@ class LoraTargets:
         return [matrix for path, one in self._experts.items() for matrix in matrices_of(path, one, layout)]
 
     def fitted(self, spec: LoraSpec) -> LoraSpec:
-        """The spec without routed experts if this model has none that train."""
+        """The spec, with `experts="frozen"` if this model has no trainable routed experts."""
         return spec if spec.train_mlp and self._experts else replace(spec, experts="frozen")
 
     def widest(self, rank: int) -> LoraSpec:
-        """The spec of an adapter on everything that can have one."""
+        """The spec of an adapter on every target."""
         train_mlp = self.has_mlp_linears or bool(self._experts)
         return self.fitted(LoraSpec(rank, train_mlp=train_mlp, experts="shared_outer"))
 
     def widths(self, layout: ExpertLayout) -> dict[str, int]:
-        """Parameters of a rank-1 adapter on attention (attn), MLPs with experts in this layout (mlp), and the head (unembed)."""
+        """Parameters of a rank-1 adapter on attention (attn), MLPs and experts in this layout (mlp), and the head (unembed)."""
         widths = {"attn": 0, "mlp": 0, "unembed": 0}
         targets: list[Target] = [*self._linears.values(), *self.experts(layout)]
         for target in targets:
@@ -93,10 +93,10 @@ class LoraTargets:
         return widths
 
     def new_adapter(self, spec: LoraSpec, seed: int, device: torch.device) -> Adapter:
-        """A fresh adapter: A Kaiming-uniform (bound 1/sqrt(in), as in torch's linear), B zero: it changes nothing at first.
+        """A fresh adapter: A Kaiming-uniform (bound 1/sqrt(in), as in torch's linear), B zero, so that it changes nothing yet.
 
         Uses a separate generator on the CPU: a seed gives the same adapter on any device, and global state does not change.
-        Raises RequestError if the spec names no target of this model.
+        Raises RequestError if `train_mlp` would train nothing, ModelLoadError if the spec has no target in this model.
         """
         spec = self.fitted(spec)
         if spec.train_mlp and self._has_experts and spec.experts == "frozen":
@@ -120,25 +120,25 @@ class LoraTargets:
         return Adapter(spec, a, b, self.peft_names(a, experts), unembed, tuple(experts))
 
     def _warn_of_frozen(self) -> None:
-        """Raises RequestError if nothing else is in MLPs."""
+        """Warn that routed experts stay frozen. Raises RequestError if the MLPs consist of nothing else."""
         if not self.has_mlp_linears:
             raise RequestError(
                 f"train_mlp=True: the MLPs of model {self._name!r} are routed experts, which stay frozen here; pass "
-                "train_mlp=False, which leaves attention and the head to train"
+                "train_mlp=False to train attention and the head only"
                 + (", or train them (TINKER_LOCAL_EXPERT_LORA=shared_outer)" if self._experts else "")
             )
         if not self._warned_of_experts:
-            message = "model %r: train_mlp=True trains shared experts and dense layers; routed experts stay as they are"
+            message = "model %r: train_mlp=True trains shared experts and dense layers; routed experts stay frozen"
             logger.warning(message, self._name)
             self._warned_of_experts = True
 
     def peft_names(self, adapted: Collection[str], experts: Sequence[ExpertMatrix]) -> PeftNames:
-        """The names of an adapter's targets for PEFT."""
+        """PEFT's names of an adapter's targets."""
         linears = {name: self._linears[name] for name in adapted if name in self._linears}
         by_weight = {
             name
             for name, linear in linears.items()
-            if self._has_experts and (linear.part == "mlp" or name.rpartition(".")[2] in _OF_EXPERTS)
+            if self._has_experts and (linear.part == "mlp" or name.rpartition(".")[2] in _EXPERT_NAMES)
         }
         modules = linears.keys() - by_weight
         ends = Counter(end for path in self._paths.values() if path not in modules for end in _ends(path))
@@ -151,10 +151,10 @@ class LoraTargets:
 
 
 def lora_targets(model: PreTrainedModel, experts: Sequence[nn.Module]) -> Iterator[tuple[str, Linear]]:
-    """Every linear of the text decoder and its head, by its path in the model; subclasses of nn.Linear too.
+    """Every linear of the text decoder and its head, including subclasses of nn.Linear, by its path in the model.
 
-    Without the image encoders of multimodal models, without what routes tokens to `experts`, and without what PEFT refuses to
-    adapt. PEFT's `target_modules="all-linear"` adapts the same ones, except for the head and with the routers.
+    Excludes the image encoders of multimodal models, the routers of `experts`, and linears that PEFT refuses to adapt. PEFT's
+    `target_modules="all-linear"` adapts the same ones, but includes routers and excludes the head.
     """
     paths = {module: path for path, module in model.named_modules()}
     refused = "out_proj" if model.config.model_type in _MAMBA_TYPES else None
@@ -162,13 +162,13 @@ def lora_targets(model: PreTrainedModel, experts: Sequence[nn.Module]) -> Iterat
     blocks = tuple(paths[module].rpartition(".")[0] + "." for module in experts)
     for module, path in paths.items():
         name = path.rpartition(".")[2]
-        is_frozen = name == refused or (name in ROUTERS and path.startswith(blocks)) or _NOT_OF_TEXT in path.split(".")
+        is_frozen = name == refused or (name in ROUTERS and path.startswith(blocks)) or _NOT_TEXT in path.split(".")
         if isinstance(module, Linear) and (module is head or (module in decoder and not is_frozen)):
             yield path, module
 
 
 def text_stack(model: PreTrainedModel) -> nn.Module:
-    """The module with the decoder layers of text."""
+    """The module with the text decoder's layers."""
     decoder = model.get_decoder()
     return decoder if isinstance(decoder, PreTrainedModel) else model.base_model
 
@@ -176,7 +176,7 @@ def text_stack(model: PreTrainedModel) -> nn.Module:
 def install_lora(
     model: PreTrainedModel, routing: AdapterRouting, experts: Sequence[nn.Module]
 ) -> dict[str, LoraLinear]:
-    """Replace the linears that can have adapters in place. Returns the new modules by their path in the model."""
+    """Replace the linears that can have adapters. Returns the new modules by their path in the model."""
     installed: dict[str, LoraLinear] = {}
     head = model.get_output_embeddings()
     for path, module in list(lora_targets(model, experts)):
@@ -187,6 +187,6 @@ def install_lora(
 
 
 def _ends(path: str) -> Iterator[str]:
-    """`c`, `b.c`, `a.b.c` of `a.b.c`."""
+    """The suffixes of a path: `c`, `b.c`, `a.b.c` of `a.b.c`."""
     parts = path.split(".")
     return (".".join(parts[-n:]) for n in range(1, len(parts) + 1))

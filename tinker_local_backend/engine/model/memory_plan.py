@@ -1,12 +1,11 @@
-"""How a GPU's memory is divided: one plan for the engine and for `python -m tinker_local_backend.plan`.
+"""How a GPU's memory is divided, for the engine and for `python -m tinker_local_backend.plan`.
 
-Beside the weights there are, in the order in which they are served: an adapter in training with its gradient and moments, its
-snapshots, the slots of adapters in captured steps, the memory of those steps, buffers of logits, and embeddings of pictures. The
-rest is divided between the KV cache, which is allocated once, and the activations of a training pass, which take what is free
-when it comes.
+Besides the weights, memory goes in this order to an adapter in training with its gradient and moments, its snapshots, the slots
+of adapters in captured steps, the memory of those steps, buffers of logits, and embeddings of pictures. The rest is divided
+between the KV cache, which is allocated once, and the activations of a training pass, which use the memory that is free then.
 
-These two are served in turns: a cache that holds some sequences, a pass that keeps the device busy, a cache that holds a batch, a
-pass beyond which no larger one is faster, and the cache gets the rest. Where no such pass fits, layers are recomputed.
+These two grow in turns: a cache for some sequences, a pass that keeps the device busy, a cache for a batch, a pass as large as is
+useful, and the rest for the cache. If no such pass fits, layers are recomputed.
 """
 
 from __future__ import annotations
@@ -28,51 +27,51 @@ from tinker_local_backend.engine.model.memory import (
 from tinker_local_backend.engine.model.vision import FEATURE_BYTES
 
 RANK = 32
-"""of the adapter that a plan makes room for before any is made"""
+"""Rank of the adapter that a plan reserves memory for."""
 
 SLOTS, SNAPSHOTS = 8, 2
 """Adapters in captured steps (cuda/adapter_slots.py), and snapshots that are sampled from at a time."""
 
 GRAPH_ROWS = 256
-"""Rows of the largest captured step that a plan makes room for;"""
+"""Rows of the largest captured step that a plan reserves memory for."""
 GRAPH_BYTES_OF_LOGIT = 16
-"""four float32 tensors of its logits: about 2.5 MB for a row of 152k ids. Limits take one more, which training gets back when it
-needs it."""
+"""Bytes per logit of a captured step: four float32 tensors, about 2.5 MB for a row of 152k ids. Top-k, top-p and min-p take one
+more, which is freed when training needs it."""
 
 CACHE_TOKENS = 8192
-"""The KV cache gets at least so many tokens, if these are no more than half of what is divided,"""
+"""Minimum tokens of the KV cache, unless they take more than half of the divided memory."""
 BATCH_TOKENS, BATCH_SHARE = 48 * 1024, 0.4
-"""and so many, if training has enough beside them and these are no more than this share."""
+"""Tokens of a KV cache for a batch, if training has enough memory next to them and they take no more than this share."""
 
 SCORING_TOKENS = 8192
-"""of the engine's own KV cache beside vLLM, where it only scores prompts. Longer prompts get memory of their own."""
+"""Tokens of the engine's KV cache next to vLLM, where it only scores prompts. Longer prompts get a separate store."""
 
 USABLE, CONTEXT_BYTES = 0.985, 400 << 20
-"""of a card by its name: what the driver shows of it, and what CUDA's context and the libraries take of that. An H100 with 80 GB
-had 78.7 GiB free."""
+"""Share of a GPU's nominal memory that the driver reports, and bytes for CUDA's context and the libraries. An H100 with 80 GB had
+78.7 GiB free."""
 
 LOST = 0.15
-"""of the memory for activations: what the allocator cannot use between blocks. On an H100 a pass of 15,360 tokens of Qwen3-4B did
-not fit that would have left 5 % of the card free."""
+"""Share of the memory for activations that is lost to fragmentation. On an H100 a pass of 15,360 tokens of Qwen3-4B that would
+have left 5 % of the memory free did not fit."""
 
 SHORTEST = 2048
-"""tokens of the longest datum below which training is no use"""
+"""Tokens of the longest datum below which training is useless."""
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of each share of a card beside the weights, and what fits into them."""
+    """Bytes of a GPU's memory by purpose, besides the weights, and what fits into them."""
 
     size: Footprint
     adapter: int
-    """in training: numbers, gradient and two moments"""
+    """in training: parameters, gradients and two moments"""
     snapshots: int
     slots: int
     graphs: int
     logits: int
     cache: int
     activations: int
-    """negative: the model does not fit by so much"""
+    """if negative, the bytes by which the model does not fit"""
 
     @property
     def kv_tokens(self) -> int:
@@ -81,12 +80,12 @@ class MemoryPlan:
 
     @property
     def plain_tokens(self) -> int:
-        """Tokens of the largest training pass that recomputes nothing."""
+        """Tokens of the largest training pass without recomputation."""
         return max(0, self.activations // self.size.pass_token)
 
     @property
     def longest_tokens(self) -> int:
-        """Tokens of the longest datum that can be trained on, with recomputation."""
+        """Tokens of the longest datum that can be trained on (with recomputation)."""
         return max(0, self.activations // self.size.recomputed_token)
 
     @property
@@ -96,34 +95,33 @@ class MemoryPlan:
 
     @property
     def recomputes(self) -> bool:
-        """Whether such a pass recomputes its layers."""
+        """Whether a pass of `pass_tokens` recomputes its layers."""
         return self.pass_tokens > self.plain_tokens
 
     def rows(self, context: int) -> int:
-        """Sequences of so many tokens that the cache holds at a time."""
+        """Sequences of `context` tokens that the cache holds at a time."""
         return self.kv_tokens // context
 
     @property
     def missing(self) -> int:
-        """Bytes that training lacks; 0: it fits."""
+        """Bytes that training lacks; 0 if it fits."""
         return max(0, SHORTEST * self.size.recomputed_token - self.activations)
 
 
 def packed_tokens(plain: int, recomputed: int, enough: int, most: int) -> int:
-    """Tokens to pack into a pass where `plain` fit, and `recomputed` if layers are recomputed.
+    """Tokens to pack into a pass, if `plain` fit without recomputation and `recomputed` with it.
 
-    Recomputed passes are packed only where plain ones have fewer than `enough` tokens. At most `most`, beyond which larger ones
-    are no faster.
+    Passes recompute only if plain ones have fewer than `enough` tokens. At most `most`, above which larger ones are no faster.
     """
     tokens = plain if plain >= min(enough, most) else max(plain, recomputed)
     return min(most, tokens)
 
 
 def divide(free: int, card: int, size: Footprint, vllm: int | None = None) -> MemoryPlan:
-    """Divide the `free` bytes beside the weights of a model on a GPU that has `card` bytes.
+    """Divide the `free` bytes next to the weights of a model on a GPU with `card` bytes.
 
-    vllm: bytes of them that a vLLM process has while the engine trains; it also has the adapters and steps of sampling, and the
-    engine's own cache only scores prompts. None: the engine samples.
+    vllm: bytes that a vLLM process uses while the engine trains; it then has the adapters and steps of sampling, and the engine's
+    cache only scores prompts. None: the engine samples.
     """
     adapter, snapshots = size.adapter * BYTES_OF_TRAINED, SNAPSHOTS * size.adapter * BYTES_OF_SERVED
     slots, logits = SLOTS * size.adapter * BYTES_OF_SERVED, BYTES_OF_LOGIT * chunk_elements(card)
@@ -132,7 +130,7 @@ def divide(free: int, card: int, size: Footprint, vllm: int | None = None) -> Me
     if vllm is not None:
         graphs, cache = 0, max(0, min(rest // 2, SCORING_TOKENS * size.kv_token))
     else:
-        # A small card has a small cache, and so fewer rows.
+        # A small GPU has a small cache, and so fewer rows.
         graphs = max(0, min(GRAPH_ROWS * size.vocabulary * GRAPH_BYTES_OF_LOGIT, rest // 16))
         rest -= graphs
         cache = _cache_bytes(rest, size)
@@ -141,7 +139,7 @@ def divide(free: int, card: int, size: Footprint, vllm: int | None = None) -> Me
 
 
 def _cache_bytes(rest: int, size: Footprint) -> int:
-    """What the KV cache gets of these bytes; training gets the others."""
+    """The KV cache's share of these bytes; training gets the rest."""
 
     def for_pass(tokens: int, of_token: int) -> int:
         return int(tokens * of_token / (1 - LOST)) + 1
@@ -155,9 +153,9 @@ def _cache_bytes(rest: int, size: Footprint) -> int:
 
 
 def of_card(gib: float, size: Footprint, vllm_share: float = 0.0, vllm_sleeps: bool = False) -> MemoryPlan:
-    """The plan of a card that is sold with so many GiB and has nothing else on it but a vLLM with this share, if it is not 0.
+    """The plan of a GPU of nominally `gib` GiB with nothing else on it, except vLLM if its share is not 0.
 
-    vllm_sleeps: vLLM gives its memory back while the engine trains.
+    vllm_sleeps: vLLM frees its memory while the engine trains.
     """
     card = int(gib * USABLE * (1 << 30))
     free = card - CONTEXT_BYTES - size.weights
@@ -167,19 +165,20 @@ def of_card(gib: float, size: Footprint, vllm_share: float = 0.0, vllm_sleeps: b
 
 
 def vllm_cache_tokens(gib: float, size: Footprint, vllm_share: float) -> int:
-    """Tokens that a vLLM with this share of a card can keep at most: it has a second copy of the weights, one adapter more than
-    the slots, and what its own passes take, which is not counted. Negative: it does not start."""
+    """Upper bound of the tokens in vLLM's KV cache with this share of a GPU. vLLM has a second copy of the weights and one
+    adapter more than the slots; the memory of its passes is not counted. Negative if it cannot start.
+    """
     adapters = (SLOTS + 1) * size.adapter * BYTES_OF_SERVED
     return (int(vllm_share * gib * USABLE * (1 << 30)) - size.weights - adapters) // size.kv_token
 
 
 def of_model(model: BaseModel) -> MemoryPlan:
-    """The plan of the GPU that a model was just loaded on."""
+    """The plan of the GPU of a model that was just loaded."""
     sizes, widths = measured_token_bytes(model), model.targets.widths("shared_outer")
     size = Footprint(
         weights=weight_bytes(model.module),
         largest=max((m.out_features * m.in_features * model.dtype.itemsize for m in model.quantized), default=0),
-        kv_token=model.kv_bytes_per_token() * (2 if model.mixers else 1),  # states may take as much again
+        kv_token=model.kv_bytes_per_token() * (2 if model.mixers else 1),  # states may take as much as keys and values
         pass_token=sizes.plain,
         recomputed_token=sizes.with_recomputation,
         adapter=RANK * sum(widths.values()),
@@ -190,6 +189,6 @@ def of_model(model: BaseModel) -> MemoryPlan:
 
 
 def activation_room(device: torch.device) -> int:
-    """Bytes that a training pass on a GPU may take for its activations now, beside what is there and the buffers of logits."""
+    """Bytes that a training pass on a GPU may use for activations now: the free memory less buffers of logits and LOST."""
     room = free_cuda_memory(device) - BYTES_OF_LOGIT * chunk_elements(cuda_memory(device))
     return max(0, int(room * (1 - LOST)))

@@ -1,8 +1,8 @@
-"""Layers that mix the tokens of a sequence through a state: gated delta rule, KDA, Mamba, short convolution.
+"""Recurrent layers: gated delta rule, KDA, Mamba, short convolution.
 
 A mixer of transformers takes sequences of one length, (N, length), and reads and writes their states through four methods of a
-cache; before transformers 5.21 it reads them from the cache's layers. So its own forward runs on batches of the pass's segments
-(mixing.py), with a cache that holds the states of these. Nothing here knows what a mixer computes.
+cache; before transformers 5.21 it reads them from the cache's layers. So its forward runs unchanged on batches of the pass's
+segments (mixing.py), with a cache that holds their states. This code does not depend on what a mixer computes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CACHE_NAMES = ("cache_params", "past_key_values")
 
 
 class LayerStates:
-    """What mixers before transformers 5.21 read of a layer of the cache: its states, by number."""
+    """The part of a cache layer that mixers before transformers 5.21 read: its states, by number."""
 
     record_past = False
 
@@ -53,10 +53,10 @@ class _Layers:
 
 
 class MixerCache:
-    """What a mixer takes for transformers' cache: the states of the N sequences of one batch.
+    """Stands in for transformers' cache in a mixer: the states of the N sequences of one batch.
 
     Args:
-        initial: the state (N, ...) before the batch, of this batch alone: mixers change it in place. None: there is none.
+        initial: returns a copy of the state (N, ...) before the batch, which mixers modify in place. None: no initial states.
     """
 
     def __init__(self, initial: Callable[[StateKey], torch.Tensor | None] | None = None):
@@ -85,7 +85,7 @@ class MixerCache:
         conv_kernel_size: int | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Keep the last `conv_kernel_size` inputs (N, channels, length). Returns them behind those that were kept before."""
+        """Keep the last `conv_kernel_size` inputs (N, channels, length). Returns the earlier ones followed by the new ones."""
         key = StateKey(layer_idx, "conv", state_idx)
         kernel = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
         before = self._get(key)
@@ -113,12 +113,12 @@ class MixerCache:
         return False
 
     def has_previous_state(self, layer_idx: int, state_idx: int | None = None) -> bool:
-        """Whether the layer goes on from a state: before transformers 5.21 a mixer asked this and then read its layer."""
+        """Whether the layer has a state; mixers before transformers 5.21 check this before they read it."""
         return self.get_conv_state(layer_idx, state_idx or 0) is not None
 
 
 class Mixer:
-    """Replaces the forward of a module that has states: within a pass, sequences go through it as the pass says."""
+    """Replaces the forward of a module with states: within a pass, it runs as the pass's `mixing` says."""
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]):
         self._forward = forward
@@ -131,12 +131,12 @@ class Mixer:
             return self._forward(*args, **kwargs)
         bound = self._signature.bind(*args, **kwargs).arguments
         arguments = {**{name: value for name, value in bound.items() if name != "kwargs"}, **bound.get("kwargs", {})}
-        with running(None):  # a mixer in this one gets its batches
+        with running(None):  # a mixer inside this one gets its batches
             return current.mixing.mix(self._forward, self._cache_name, arguments)
 
 
 def install_mixers(model: nn.Module, device: torch.device) -> list[nn.Module]:
-    """Let sequences go through all modules with states as the current pass says. Returns these modules."""
+    """Replace the forward of all modules with states by a `Mixer`. Returns these modules."""
     mixers = [module for module in model.modules() if _has_states(type(module))]
     for module in mixers:
         module.forward = Mixer(module, with_faster_steps(module) if device.type == "cpu" else module.forward)
@@ -144,9 +144,9 @@ def install_mixers(model: nn.Module, device: torch.device) -> list[nn.Module]:
 
 
 def state_shapes(model: nn.Module, width: int, dtype: torch.dtype) -> dict[StateKey, StateShape]:
-    """The states of a sequence that a model of transformers keeps, of which no forward has been replaced.
+    """The states of a sequence in a model of transformers whose forwards are not replaced.
 
-    Only the modules with states are run, on two tokens, so the model may be on the meta device. Raises TypeError if one of them
+    Runs only the modules with states, on two tokens, so the model may be on the meta device. Raises TypeError if one of them
     needs more than hidden states.
 
     Args:
@@ -164,7 +164,7 @@ def state_shapes(model: nn.Module, width: int, dtype: torch.dtype) -> dict[State
 
 @contextmanager
 def quiet_fallbacks() -> Iterator[None]:
-    """Hide what transformers logs for each kernel that is not installed: on a CPU there is none to install, and on a GPU
+    """Hide transformers' warnings about each kernel that is not installed: on a CPU there is none to install, and on a GPU
     models.py names all of them in one line.
     """
     source = logging.getLogger("transformers.integrations.hub_kernels")
@@ -186,13 +186,13 @@ def _cache_name(module: nn.Module) -> str:
 
 @cache
 def _has_states(kind: type[nn.Module]) -> bool:
-    """Whether a module's own code reads or writes states."""
+    """Whether the code of a module class reads or writes states."""
     takes_a_cache = any(name in inspect.signature(kind.forward).parameters for name in _CACHE_NAMES)
-    return takes_a_cache and any(_METHODS.intersection(code.co_names) for code in own_code(kind))
+    return takes_a_cache and any(_METHODS.intersection(code.co_names) for code in class_code(kind))
 
 
-def own_code(kind: type[nn.Module]) -> Iterator[CodeType]:
-    """The code of all methods that a module does not have from nn.Module."""
+def class_code(kind: type[nn.Module]) -> Iterator[CodeType]:
+    """The code of all methods of a module class that are not nn.Module's."""
     for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
         for function in vars(base).values():
             if inspect.isfunction(function):

@@ -1,7 +1,7 @@
-"""How the sequences of a pass go through a layer with a state: in batches of one length, each with its states.
+"""Runs the sequences of a pass through recurrent layers, in batches of one length.
 
-A pass has one row of tokens, (1, T). A batch has no states at the start of its sequences, those of shared prefixes, or those in
-slots of a StateCache.
+A pass has one row of tokens, (1, T). The initial states of a batch are empty, those of shared prefixes, or those in slots of a
+StateCache.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from tinker_local_backend.engine.model.mixers import MixerCache
 from tinker_local_backend.engine.model.states import StateCache, StateKey
 
 BLOCK = 64
-"""Sequences whose lengths are in the same block of so many tokens are padded to the longest, and run as one batch. Kernels
-of the delta rule pad to such blocks themselves."""
+"""Sequences whose lengths round up to the same multiple of BLOCK are padded to the longest and run as one batch. Kernels of the
+delta rule pad to such blocks themselves."""
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -29,22 +29,22 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class _Batch:
-    """Segments that a mixer computes together, padded on the right to the longest: (count, length)."""
+    """Segments that a mixer computes together, right-padded to the longest: (count, length)."""
 
     count: int
     length: int
     slots: torch.Tensor | None
     """(count,): slots of their initial states"""
     prefixes: torch.Tensor | None
-    """(count,): which of the prefixes' states are their initial ones"""
+    """(count,): indices of the prefixes whose states are their initial states"""
     storing: torch.Tensor | None
-    """which of them store their last state,"""
+    """indices of the segments whose last state is stored"""
     targets: torch.Tensor | None
-    """and in which slots"""
+    """the slots of those states"""
     is_prefix: bool
-    """their last states are those of prefixes, in this order"""
+    """the segments are prefixes, whose last states are initial states of others"""
     steps: bool
-    """token by token, because the mixers go on from a state with one token only"""
+    """run token by token, because the mixers accept only one token after a state"""
     spans: Spans
     """the adapters of its rows"""
 
@@ -59,11 +59,11 @@ class PackedMixing:
 
     tokens: int
     batches: Sequence[_Batch]
-    """prefixes before the segments behind them"""
+    """prefixes before the segments that continue them"""
     gathered: torch.Tensor | None
-    """rows of the pass, batch after batch; where a segment is padded, its last one again. None: in order"""
+    """rows of the pass, batch after batch; padding repeats a segment's last row. None: rows are in order"""
     inverse: torch.Tensor | None
-    """(tokens,): where each row of the pass is among these"""
+    """(tokens,): index of each row of the pass in `gathered`"""
     states: StateCache | None
     routing: AdapterRouting
 
@@ -71,15 +71,15 @@ class PackedMixing:
     def of(
         cls, plan: PackedPlan, spans: Spans, routing: AdapterRouting, device: torch.device, continues: bool
     ) -> PackedMixing:
-        """
-        continues: the mixers go on from a state with any number of tokens. Without, a prefix is computed again for each segment
-        behind it.
+        """Plan the batches of a pass.
+
+        continues: the mixers accept any number of tokens after a state. If not, each segment recomputes its prefix.
         """
         tokens = plan.segments[-1].end
         prefixes = {segment.prefix[0] for segment in plan.segments if segment.prefix is not None}
         owners = owners_of(spans, tokens)
         order: dict[int, int] = {}
-        """which of the prefixes' states belongs to the prefix that begins there"""
+        """start of a prefix -> its index among the prefixes' states"""
         batches: list[_Batch] = []
         rows: list[Ints] = []
         is_own: list[Bools] = []
@@ -98,12 +98,12 @@ class PackedMixing:
                 order.update({segment.start: before + i for i, segment in enumerate(members)})
             steps = not continues and first.state_from is not None and rows_NL.shape[1] > 1
             owned = rows_NL[:, 0] if steps else rows[-1]  # a step has one row of each segment
-            behind = [order[s.prefix[0]] for s in members if s.prefix is not None] if continues else []
+            initial = [order[s.prefix[0]] for s in members if s.prefix is not None] if continues else []
             batches.append(
                 _Batch(
                     *rows_NL.shape,
                     slots=tensor([s.state_from for s in members if s.state_from is not None]),
-                    prefixes=tensor(behind),
+                    prefixes=tensor(initial),
                     storing=tensor([i for i, s in enumerate(members) if s.state_to is not None]),
                     targets=tensor([s.state_to for s in members if s.state_to is not None]),
                     is_prefix=is_prefix,
@@ -176,10 +176,9 @@ class PackedMixing:
 
 
 def _grouped(segments: Sequence[Segment], prefixes: set[int], continues: bool) -> Iterator[list[Segment]]:
-    """Divide segments into batches: those that go on from a state after those that compute it, and one kind of initial state
-    in each.
+    """Divide segments into batches: each batch has one kind of initial state and comes after the batches that compute it.
 
-    Only segments whose last state nobody reads may be padded.
+    Only segments whose last state is not used may be padded.
     """
     groups: dict[tuple[int, bool, bool, int, bool, int], list[Segment]] = {}
     levels: dict[int, int] = {}
@@ -202,11 +201,11 @@ def _grouped(segments: Sequence[Segment], prefixes: set[int], continues: bool) -
 
 
 def _rows(members: Sequence[Segment], with_prefix: bool) -> tuple[Ints, Bools]:
-    """The rows of these segments, behind those of their prefixes if these are computed again, and which are their own."""
+    """The rows of these segments, after their prefixes' rows if those are recomputed; and a mask of the segments' rows."""
     lengths = np.array([segment.end - segment.start for segment in members])[:, None]
     longest = int(lengths.max())
     if torch.is_grad_enabled() and members[0].prefix is not None:
-        longest = max(2, longest)  # one token would take the path of decoding, which has no gradient
+        longest = max(2, longest)  # one token would take the decode path, which has no gradient
     offsets = np.arange(longest)
     rows_NL = np.array([segment.start for segment in members])[:, None] + np.minimum(offsets, lengths - 1)
     is_own_NL = offsets < lengths
@@ -218,11 +217,11 @@ def _rows(members: Sequence[Segment], with_prefix: bool) -> tuple[Ints, Bools]:
 
 
 class _ByBatch(list[torch.Tensor]):
-    """A tensor of the pass, for each batch."""
+    """A tensor of the pass, split into batches."""
 
 
 def _map_tokens(change: Callable[[torch.Tensor], Any], value: Any, tokens: int) -> Any:
-    """Change every tensor (1, tokens, ...) in the arguments of a mixer."""
+    """Apply `change` to every tensor (1, tokens, ...) in the arguments of a mixer."""
     if isinstance(value, torch.Tensor):
         return change(value) if value.shape[:2] == (1, tokens) else value
     if isinstance(value, dict):
@@ -247,7 +246,7 @@ def _at_token(value: Any, length: int, token: int) -> Any:
 
 @dataclass(eq=False)
 class DecodeMixing:
-    """One new token for each sequence of a decode step."""
+    """A decode step: one new token per sequence."""
 
     states: StateCache
     slots: torch.Tensor

@@ -1,8 +1,8 @@
 """Pack token sequences end to end for one forward pass, with shared prefixes stored once.
 
-The samples of one prompt, the rounds of one conversation and the questions under one few-shot header share a prefix. Its
-hidden states are the same in all of them, so a pass computes them once and every continuation attends to that copy; in
-training the gradients of all continuations add up there. Only the order of summation changes.
+The samples of one prompt, the rounds of one conversation and the questions under one few-shot header share a prefix. A pass
+computes its hidden states once and every continuation attends to that copy, where the gradients of all continuations add up in
+training. Only the order of summation changes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tinker_local_backend.engine.model.pictures import PassPictures, SequencePic
 from tinker_local_backend.engine.model.states import StateCache
 
 MIN_SHARED = 8
-"""Shorter common prefixes are not worth a separate segment."""
+"""Minimum tokens of a shared prefix: shorter ones are not worth a separate segment."""
 
 
 @dataclass(frozen=True)
@@ -43,24 +43,24 @@ class Packed:
     positions: list[int] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     rows: dict[int, npt.NDArray[np.int64]] = field(default_factory=dict)
-    placed: dict[int, npt.NDArray[np.int64]] = field(default_factory=dict)
-    """positions on three axes (3, n) of the rows from this one on, where they are not those in `positions`"""
+    positions_3N: dict[int, npt.NDArray[np.int64]] = field(default_factory=dict)
+    """first row -> positions (3, n) on three axes, in place of those in `positions`"""
 
     def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens (T,) and positions (T,) int64; positions (3, T) if some have three axes."""
-        # torch.tensor of a list takes six times as long.
+        # Through numpy: torch.tensor of a list takes six times as long.
         positions = np.array(self.positions, dtype=np.int64)
-        if self.placed:
+        if self.positions_3N:
             positions = np.tile(positions, (3, 1))
-            for start, placed in self.placed.items():
-                positions[:, start : start + placed.shape[1]] = placed
+            for start, positions_3N in self.positions_3N.items():
+                positions[:, start : start + positions_3N.shape[1]] = positions_3N
         tokens = np.array(self.tokens, dtype=np.int64)
         return torch.from_numpy(tokens).to(device), torch.from_numpy(positions).to(device)
 
     def plan(
         self, cache: KVCache | None = None, kv_slots: KVSlots | None = None, states: StateCache | None = None
     ) -> PackedPlan:
-        """How the sequences attend, and where their keys and states go (see PackedPlan)."""
+        """The attention plan, and the caches for keys and states (see PackedPlan)."""
         pictures = PassPictures.of(np.array(self.tokens, dtype=np.int64))
         return PackedPlan(self.segments, cache, kv_slots, states, pictures)
 
@@ -72,15 +72,15 @@ class Packed:
         table: torch.Tensor | None = None,
         state_from: int | None = None,
         state_to: int | None = None,
-        placed: npt.NDArray[np.int64] | None = None,
+        positions_3N: npt.NDArray[np.int64] | None = None,
     ) -> npt.NDArray[np.int64]:
         """Add a segment of a sequence, after its first `past` tokens (see Segment). Returns its rows of the pass.
 
-        placed: its positions, (3, n) for n tokens or more; None: they go on from `past`.
+        positions_3N: its positions, (3, n) with at least as many columns as tokens; None: past, past + 1, ...
         """
         start = len(self.tokens)
-        if placed is not None and tokens:
-            self.placed[start] = placed[:, : len(tokens)]
+        if positions_3N is not None and tokens:
+            self.positions_3N[start] = positions_3N[:, : len(tokens)]
         self.tokens.extend(tokens)
         self.positions.extend(range(past, past + len(tokens)))
         if tokens:
@@ -106,8 +106,8 @@ def shared_prefix(first: Sequence[int], second: Sequence[int]) -> int:
 def prefix_groups(sequences: Sequence[tuple[int, ...]]) -> list[PrefixGroup]:
     """Group sequences by common prefix, to minimise the packed tokens.
 
-    Greedy over the sorted sequences: a sequence joins its neighbour's group if that saves more tokens than the shorter prefix
-    costs. The result depends on the sequences alone.
+    Greedy over the sorted sequences: a sequence is added to its neighbour's group if that saves more tokens than the shorter
+    prefix costs. The result depends only on the sequences.
     """
     groups: list[tuple[list[int], int]] = []
     for i in sorted(range(len(sequences)), key=lambda i: (sequences[i], i)):
@@ -132,28 +132,32 @@ def pack(
     """Pack the sequences of these groups, after the tokens of `into`.
 
     Args:
-        state_to: the slot for the state after so many tokens of these sequences (see Segment).
-        pictures: of each sequence; None: all are text.
+        state_to: (sequences, number of their tokens) -> the slot for the state after them (see Segment).
+        pictures: of each sequence; None for text only.
     """
     packed = into or Packed()
     for group in groups:
         start = len(packed.tokens)
         to = state_to(group.members, group.prefix) if group.prefix else None
         leader = group.members[0]
-        head = packed.append(sequences[leader][: group.prefix], state_to=to, placed=placed_from(pictures, leader, 0))
+        head = packed.append(
+            sequences[leader][: group.prefix], state_to=to, positions_3N=positions_from(pictures, leader, 0)
+        )
         prefix = (start, start + group.prefix) if group.prefix else None
         for i in group.members:
             rest = sequences[i][group.prefix :]
             to = state_to((i,), len(sequences[i])) if rest else None
-            tail = packed.append(rest, group.prefix, prefix, state_to=to, placed=placed_from(pictures, i, group.prefix))
+            tail = packed.append(
+                rest, group.prefix, prefix, state_to=to, positions_3N=positions_from(pictures, i, group.prefix)
+            )
             packed.rows[i] = np.concatenate([head, tail])
     return packed
 
 
-def placed_from(
+def positions_from(
     pictures: Sequence[SequencePictures | None] | None, index: int, start: int
 ) -> npt.NDArray[np.int64] | None:
-    """The positions of sequence `index` from token `start` on, (3, n); None: they are its indices."""
+    """The positions of sequence `index` from token `start` on, (3, n); None if they equal the token indices."""
     of_sequence = None if pictures is None else pictures[index]
     return None if of_sequence is None else of_sequence.positions(start)
 
@@ -163,7 +167,7 @@ def micro_batches(
 ) -> list[list[PrefixGroup]]:
     """Divide sequences into passes of at most `token_budget` tokens each; a longer sequence gets a separate pass.
 
-    Makes at least `at_least` passes, if there are as many sequences. Sequences are never split.
+    Makes at least `at_least` passes, unless there are fewer sequences. Sequences are never split.
     """
     passes: list[list[PrefixGroup]] = []
     used = 0

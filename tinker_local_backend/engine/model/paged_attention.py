@@ -1,9 +1,9 @@
 """Attention of one new token per running sequence to the pages of its table.
 
 Each pair of a sequence and one of its pages is a separate small product; a softmax over all pages of a sequence merges them,
-so keys are never gathered. Pages form classes by their number of readers: a prefix page that many sequences share is read
-once, with the queries of all of them. The pages of a class are the batch of a product. Where they are close together in
-memory, the batch is a view of the cache; `Tables.moves` compacts them.
+so keys are never gathered. Pages are classified by their number of readers: a prefix page shared by many sequences is read
+once, with the queries of all of them. The pages of a class are the batch of a product. If they are close together in memory,
+the batch is a view of the cache; `Tables.moves` compacts them.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ HIDDEN = -1e30
 """Added to the score of a masked key. Finite, so that a page without visible keys gets weight 0 and not NaN."""
 
 PADDING_START = -(1 << 40)
-"""Start position of padding pages: before everything, so all of the page is visible and nothing overflows."""
+"""Start position of padding pages: before all others, so that the whole page is visible and nothing overflows."""
 
 MAX_SPREAD = 2
-"""A class of n pages is read as a view of at most so many times n slots; otherwise its pages are gathered."""
+"""A class of n pages is read as a view of at most MAX_SPREAD * n slots; otherwise its pages are gathered."""
 
 MAX_WASTE = 32
-"""Wasted slots and gathered pages per step above which pages are compacted;"""
+"""Wasted slots and gathered pages per step up to which pages are not compacted."""
 
 WASTE_SHARE = 4
-"""or one per so many pages."""
+"""Nor are they while these are at most 1 / WASTE_SHARE of all pages."""
 
 MAX_PADDING = 256
-"""Empty reader seats of shared pages above which a class is divided: each class costs some microseconds."""
+"""Empty reader seats of shared pages above which a class is split: each class costs some microseconds."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class LayerAttention:
     softcap: float | None
     window: int | None
     sinks: torch.Tensor | None = None
-    """(H,): per query head, a score in the softmax without a value"""
+    """(H,): per query head, an extra score in the softmax without a value"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,15 +65,15 @@ class Table:
 
 @dataclass(frozen=True, eq=False)
 class _Class:
-    """n pages with about as many readers each, and seats for W readers per page."""
+    """n pages with similar numbers of readers, and seats for W readers per page."""
 
     pages: slice | torch.Tensor
     units: slice
-    """of the layout: (n, KV, W), flat"""
+    """range in the layout's units: (n, KV, W), flat"""
     shape: tuple[int, int]
     """(n, W)"""
     pairs: slice
-    """of the layout: (n, W), flat"""
+    """range in the layout's pairs: (n, W), flat"""
     full: bool
     """every page is full"""
 
@@ -93,11 +93,11 @@ class _Layout:
     queries: torch.Tensor
     """(U,): row * KV + key head; arbitrary for empty seats"""
     padded: torch.Tensor
-    """(R * KV * G * P,): for each head of a row its (unit, g) by position, padded to P with U * G"""
+    """(R * KV * G * P,): for each head of a row its (unit, g) results by position, padded to P with U * G"""
     in_order: torch.Tensor
     """(N * KV * G,): `padded` without its padding. Sums in this order do not depend on page slots."""
     present: torch.Tensor | None
-    """(N * KV * G,): their indices in `padded`; None: all"""
+    """(N * KV * G,): their indices in `padded`; None if there is no padding"""
     offsets: torch.Tensor
     """(R * KV * G,): where each head of a row begins in `in_order`"""
 
@@ -171,14 +171,14 @@ class Tables:
         return self._tensor(slots), self._tensor(offsets)
 
     def moves(self) -> list[tuple[int, int]]:
-        """Which pages to move for compaction, as (from, to) slots; none while little is wasted."""
+        """Pages to move for compaction, as (from, to) slots; empty while little is wasted."""
         groups = self._all
         total = sum(len(group.slots) for group in groups)
         if sum(group.waste for group in groups) <= max(MAX_WASTE, total // WASTE_SHARE):
             return []
         moves: list[tuple[int, int]] = []
         begin, targets = 0, np.zeros(0, dtype=np.int64)
-        for group in groups:  # each class gets a range of slots; its pages that are there already stay
+        for group in groups:  # each class gets a range of slots; pages already in it stay
             end = begin + len(group.slots)
             outside = group.slots[(group.slots < begin) | (group.slots >= end)]
             holes = np.setdiff1d(np.arange(begin, end), group.slots, assume_unique=True)
@@ -191,7 +191,7 @@ class Tables:
         return [*moves, *zip(displaced.tolist(), vacated.tolist(), strict=True)]
 
     def _groups(self, pairs: Ints) -> list[_Group]:
-        """Divide pages into those with one reader and those with several, these by their number where that saves much."""
+        """Split pages into those with one reader and those with several, and these by their number if that saves padding."""
         pairs = pairs[np.argsort(self._slots_N[pairs], kind="stable")]
         sorted_slots = self._slots_N[pairs]
         firsts = np.flatnonzero(np.diff(sorted_slots, prepend=-1))
@@ -262,7 +262,7 @@ class Tables:
         )
 
     def layout(self, window: int | None, heads: Heads, lengths_R: Ints) -> _Layout:
-        """The layout for layers with this window and these heads, without pages that no query sees."""
+        """The layout for layers with this window and these heads, without pages outside every query's window."""
         if (window, heads) not in self._layouts:
             groups = self._all
             if window is not None:

@@ -1,6 +1,6 @@
-"""The pass that this thread runs: what the functions that we plug into transformers' modules need and are not handed.
+"""The current pass of this thread, for the functions that we plug into transformers' modules.
 
-Not every model passes its keyword arguments on to its attention, and none to its layers with a state.
+It cannot be an argument: not every model passes keyword arguments on to its attention, and none to its recurrent layers.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 
 from tinker_local_backend.engine.model.paged_attention import LayerAttention
 
-BothWays = Literal["no", "windowed", "everywhere"]
-"""The layers in which the tokens of a picture see each other in both directions: none, those with a sliding window, all."""
+Bidirectional = Literal["no", "windowed", "everywhere"]
+"""The layers with bidirectional attention within a picture: none, those with a sliding window, or all."""
 
 
 class AttentionPlan(Protocol):
@@ -31,7 +31,7 @@ class AttentionPlan(Protocol):
 
 
 class SequenceMixing(Protocol):
-    """How the sequences of a pass go through a module that keeps a state of each (mixers.py)."""
+    """Runs the sequences of a pass through a module with states (mixers.py)."""
 
     def mix(self, forward: Callable[..., Any], cache_name: str, arguments: Mapping[str, Any]) -> Any:
         """The result of `forward(**arguments)`, whose tensors have one row of T tokens: (1, T, ...)."""
@@ -39,10 +39,10 @@ class SequenceMixing(Protocol):
 
 
 class Routes(Protocol):
-    """What wants to know which experts the tokens of a pass go to (routes.py)."""
+    """Records or replays the chosen experts of a pass (routes.py)."""
 
-    def note(self, place: int, chosen_Tk: torch.Tensor) -> None:
-        """In one of the layers with experts, by its number: int64 (T, k)."""
+    def note(self, index: int, chosen_Tk: torch.Tensor) -> None:
+        """Called with the chosen experts (T, k) int64 of a layer; `index` counts the layers with experts."""
         ...
 
 
@@ -52,9 +52,9 @@ class Pass:
 
     attention: AttentionPlan
     mixing: SequenceMixing | None = None
-    """None: no layer has a state"""
+    """None for a model without recurrent layers"""
     routes: Routes | None = None
-    """what records or replays the choice of experts"""
+    """records or replays the chosen experts"""
 
 
 class _Running(threading.local):
@@ -71,7 +71,7 @@ def current_pass() -> Pass | None:
 
 @contextmanager
 def running(current: Pass | None) -> Iterator[None]:
-    """Within: modules compute this pass. In the backward pass, recomputed layers enter it again, on whatever thread."""
+    """Within: modules compute this pass. Layers recomputed in the backward pass enter it again, possibly on another thread."""
     previous, _RUNNING.current = _RUNNING.current, current
     try:
         yield

@@ -1,4 +1,4 @@
-"""From the file of a picture to the inputs of a vision tower: Pillow decodes it, the model's own image processor scales it."""
+"""From the file of a picture to the inputs of a vision tower: Pillow decodes it, the model's image processor scales it."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from tinker_local_backend.engine.model.pictures import MAX_POSITIONS
 from tinker_local_backend.errors import RequestError
 
 MAX_PIXELS = 1 << 25
-"""of one picture, which takes up to four seconds to decode and scale; a megapixel takes 40 to 80 ms. Image processors scale such
-a picture down anyway."""
+"""Pixels of the largest picture, which takes up to four seconds to decode and scale (a megapixel takes 40 to 80 ms). Image
+processors scale such pictures down anyway."""
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """What an image processor makes of a picture."""
+    """An image processor's output for a picture."""
 
     positions: int
-    """the tokens that it takes"""
+    """number of tokens"""
     grid: tuple[int, int, int] | None
-    """patches in time, height and width, if the model gives patches positions of three axes"""
+    """patches in time, height and width, if the model has positions of three axes"""
     inputs: dict[str, torch.Tensor]
-    """of the vision tower, pixels in its dtype"""
+    """of the vision tower, with pixels in its dtype"""
 
 
 class PictureFiles:
-    """Decodes pictures for one model. May be used on any thread.
+    """Decodes pictures for one model. Thread-safe.
 
     Args:
         name: directory or hub id of the model, which has the image processor's config.
@@ -46,7 +46,10 @@ class PictureFiles:
         self._lock = threading.Lock()
 
     def decode(self, data: bytes, where: str) -> Decoded:
-        """Raises RequestError, which begins with `where`: no whole PNG or JPEG file, too large, or not one for this model."""
+        """Decode and scale a PNG or JPEG file.
+
+        Raises RequestError, which begins with `where`, if the file is damaged, too large, or unsuitable for this model.
+        """
         try:
             from PIL import Image
         except ImportError as error:
@@ -54,7 +57,7 @@ class PictureFiles:
         try:
             with Image.open(io.BytesIO(data), formats=("PNG", "JPEG")) as image:
                 size = f"{image.width}x{image.height}"
-                if image.width * image.height > MAX_PIXELS:  # known from its header, before anything is decoded
+                if image.width * image.height > MAX_PIXELS:  # from the header, before decoding
                     raise RequestError(f"{where} has {size} pixels, more than {MAX_PIXELS}; scale it down")
                 pixels = image.convert("RGB")
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:

@@ -1,7 +1,7 @@
-"""Pictures in sequences of tokens: each takes a range of ids beyond every vocabulary, which its content determines.
+"""Pictures as token ids: each picture has a range of ids beyond every vocabulary, determined by its content.
 
-So whatever compares tokens (shared prefixes of a pass, the prefix cache, requests for one prompt) compares pictures too, and
-two pictures are the same exactly where their bytes are.
+So comparing tokens (shared prefixes of a pass, the prefix cache, requests for one prompt) also compares pictures: they are equal
+exactly if their bytes are.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ import torch
 from tinker_local_backend.errors import RequestError
 
 FIRST_ID = 1 << 62
-"""Ids from here on are of pictures. They fit into int64."""
+"""The first id of pictures. All fit into int64."""
 _OFFSET_BITS = 16
 MAX_POSITIONS = 1 << _OFFSET_BITS
-"""Positions that one picture may have."""
+"""Bound on the positions of one picture."""
 _CONTENTS = FIRST_ID >> _OFFSET_BITS
 REMEMBERED = 1 << 20
-"""Pictures whose numbers are remembered, about 200 MB: those used last, far more than any cache holds."""
+"""Pictures whose numbers are remembered, in LRU order (about 200 MB); far more than any cache holds."""
 
 
 @dataclass(frozen=True)
 class Features:
-    """What the vision tower makes of a picture of N positions."""
+    """The vision tower's output for a picture of N positions."""
 
     embeddings_NH: torch.Tensor
     deeper_LNH: torch.Tensor | None = None
@@ -40,28 +40,29 @@ class Features:
 
     @property
     def nbytes(self) -> int:
-        """Their memory."""
+        """Memory in bytes."""
         return self.embeddings_NH.nbytes + (0 if self.deeper_LNH is None else self.deeper_LNH.nbytes)
 
 
 @dataclass(eq=False)
 class Picture:
-    """A picture as a model sees it."""
+    """A picture in a prompt, for one model."""
 
     content: int
-    """determined by its bytes"""
+    """its number (see ContentNumbers)"""
     positions: int
-    """the tokens that it takes"""
+    """number of tokens"""
     digest: bytes
+    """SHA-256 of its file"""
     grid: tuple[int, int, int] | None = None
-    """patches in time, height and width, if the model gives patches positions of three axes"""
+    """patches in time, height and width, if the model has positions of three axes"""
     data: bytes = b""
     """its file"""
     features: Features | None = None
-    """while they are kept; they can be made again from the file"""
+    """while they are cached; they can be computed again from the file"""
 
     def __getstate__(self) -> dict[str, Any]:
-        """For another process, which makes its tensors itself."""
+        """For another process, which computes the features itself."""
         return {**self.__dict__, "features": None}
 
     @property
@@ -77,39 +78,39 @@ class SequencePictures:
 
     pictures: tuple[Picture, ...]
     ends: tuple[int, ...]
-    """the index behind the last token of each"""
+    """the index after the last token of each"""
     positions_3N: npt.NDArray[np.int64] | None = None
     """in time, height and width"""
     shift: int = 0
-    """the position of a token behind the sequence is its index plus this"""
+    """position minus index of tokens after the sequence"""
 
     def within(self, start: int, end: int) -> Iterator[Picture]:
-        """Those with a token at one of these indices."""
+        """The pictures with a token in start:end."""
         for picture, last in zip(self.pictures, self.ends, strict=True):
             if last > start and last - picture.positions < end:
                 yield picture
 
     def positions(self, start: int) -> npt.NDArray[np.int64] | None:
-        """Of the tokens from this one on, (3, n); None: their indices."""
+        """Positions (3, n) of the tokens from `start` on; None if they equal the indices."""
         return None if self.positions_3N is None else self.positions_3N[:, start:]
 
 
 @dataclass(frozen=True, eq=False)
 class PassPictures:
-    """Where the tokens of pictures stand in a pass."""
+    """The tokens of pictures in a pass: their rows and ids."""
 
     rows: npt.NDArray[np.int64]
     ids: npt.NDArray[np.int64]
 
     @classmethod
     def of(cls, tokens: npt.NDArray[np.int64]) -> PassPictures | None:
-        """None if these tokens are all text."""
+        """The pictures among these tokens; None if all are text."""
         rows = np.flatnonzero(tokens >= FIRST_ID)
         return cls(rows, tokens[rows]) if len(rows) else None
 
     @cached_property
     def contents(self) -> npt.NDArray[np.int64]:
-        """The picture of each row."""
+        """The picture's number, for each row."""
         return (self.ids - FIRST_ID) >> _OFFSET_BITS
 
     @property
@@ -119,7 +120,7 @@ class PassPictures:
 
     @cached_property
     def blocks(self) -> list[tuple[int, int]]:
-        """Rows start:end of each picture, or of each part that stands by itself."""
+        """Rows start:end of each picture, or of each contiguous part of one."""
         ends = np.flatnonzero((np.diff(self.ids) != 1) | (np.diff(self.rows) != 1))
         starts = np.concatenate([[0], ends + 1])
         return [
@@ -128,10 +129,10 @@ class PassPictures:
 
 
 class ContentNumbers:
-    """The numbers that stand for pictures in ids. May be used on any thread.
+    """The numbers that identify pictures in token ids. Thread-safe.
 
-    A number is the beginning of the picture's digest, so that runs and processes agree; where another picture has that number,
-    the next free one. So nobody can make a picture that is taken for another's, which 46 bits of a digest would allow.
+    A number is the first bits of the picture's digest, so that runs and processes agree, or the next free number if another
+    picture has it: with 46 bits alone, a user could craft a picture with the number of another one.
     """
 
     def __init__(self) -> None:
@@ -148,11 +149,11 @@ class ContentNumbers:
             self._used(number)
         return number, digest
 
-    def take_over(self, number: int, digest: bytes) -> None:
-        """Remember a number that another process gave. Raises RequestError if another picture has it here."""
+    def register(self, number: int, digest: bytes) -> None:
+        """Register a number that another process assigned. Raises RequestError if another picture has it here."""
         with self._lock:
             if self._digests.setdefault(number, digest) != digest:
-                raise RequestError("two processes gave one number to two pictures; change a pixel of one of them")
+                raise RequestError("two processes assigned one number to two pictures; change a pixel of one of them")
             self._used(number)
 
     def _used(self, number: int) -> None:
@@ -162,7 +163,7 @@ class ContentNumbers:
 
 
 def content_and_offset(token: int) -> tuple[int, int]:
-    """The content of the picture that a token id belongs to, and the token's index in it."""
+    """The number of a token id's picture, and the token's index in it."""
     return (token - FIRST_ID) >> _OFFSET_BITS, token & (MAX_POSITIONS - 1)
 
 
@@ -170,8 +171,8 @@ def is_picture(token: int) -> bool:
     return token >= FIRST_ID
 
 
-def uncut_end(tokens: Sequence[int], start: int, end: int) -> int:
-    """`end`, moved out of the picture that it cuts: before it, or behind it where nothing after `start` would be left."""
+def end_outside_picture(tokens: Sequence[int], start: int, end: int) -> int:
+    """`end`, moved out of the picture that it would cut: to its start, or to its end if the start is not after `start`."""
     if not 0 < end < len(tokens) or not is_picture(tokens[end]) or tokens[end] != tokens[end - 1] + 1:
         return end
     before = end - content_and_offset(tokens[end])[1]

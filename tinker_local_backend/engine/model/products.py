@@ -1,9 +1,9 @@
-"""Products with the frozen weights of the base model, by the faster of torch's libraries on a CPU.
+"""Products with the frozen weights of the base model, on a CPU by the faster of torch's libraries.
 
 In float32 torch multiplies with MKL, which on AMD processors with AVX-512 reaches less than half of oneDNN's speed (110 against
 270 GFLOP/s on one core, forward and backward alike). Without AVX-512 (measured on a Zen 3) oneDNN takes 0.9 to 1.5 times as
-long as MKL, and up to 2.3 times where both operands are transposed; only its packed weights are faster there. The choice
-depends on the processor and the sizes of a product, never on a timing, so that a run can be repeated.
+long as MKL, and up to 2.3 times if both operands are transposed; only its packed weights are faster there. The choice depends
+on the processor and the sizes of a product, never on a timing, so that runs are reproducible.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from torch.nn import functional as F
 logger = logging.getLogger(__name__)
 
 MIN_PRODUCT = 3 << 19
-"""Multiplications of a product from which oneDNN is faster; its overhead is about 12 us."""
+"""Minimum multiplications of a product for which oneDNN is faster; its overhead is about 12 us."""
 
 MIN_ROWS = 3
 """With fewer rows, memory bandwidth limits both."""
 
 MIN_PACKED = 1 << 17
-"""Elements of a weight from which a packed one is faster for any number of rows: by 2.0 for 4, 1.5 for 16, 1.2 for 64, 1.05
+"""Minimum elements of a weight for which packing is faster, for any number of rows: by 2.0 for 4, 1.5 for 16, 1.2 for 64, 1.05
 for 512 (measured on an AMD EPYC with AVX-512, in float32; a little less in bfloat16). Without AVX-512 it is faster by about 1.3
-for 2 to 8 rows and 1.1 for 16. There one row of a weight below 2^20 elements, and more than 64 rows, take up to 1.9 and 1.2
-times as long as with MKL."""
+for 2 to 8 rows and 1.1 for 16; there one row of a weight below 2^20 elements, and more than 64 rows, take up to 1.9 and 1.2 times
+as long as with MKL."""
 
 PACKED_ROWS = 64
-"""The layout of packed weights is optimised for so many rows, and works for any number."""
+"""Number of rows for which the layout of packed weights is optimised; it works for any number."""
 
 _UNSUPPORTED = "could not create a primitive", "needs the cpu support"
-"""Errors of oneDNN and of torch's call of it, if there is no memory for the code of a shape, or the processor does not support
-the dtype (bfloat16 on one without AVX-512)."""
+"""Messages of oneDNN and of torch if there is no memory for the code of a shape, or the processor does not support the dtype
+(bfloat16 without AVX-512)."""
 
 MAX_ERROR = 1e-5
-"""Relative error against torch's product above which oneDNN is not used."""
+"""Relative error to torch's product above which oneDNN is not used."""
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -57,9 +57,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def for_onednn(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether `linear` computes this product with oneDNN, which has no fast code for a weight with gaps in memory.
-
-    Measured with a slice of a transposed matrix: 220 ms, 0.4 with MKL.
+    """Whether `linear` computes this product with oneDNN, which has no fast code for a weight that is not contiguous (a slice of
+    a transposed matrix: 220 ms, 0.4 ms with MKL).
     """
     elements = x.numel()
     if elements * len(weight) < MIN_PRODUCT or elements < MIN_ROWS * weight.shape[1]:  # first, as most are small
@@ -74,7 +73,7 @@ def by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None =
 
 
 def _by_either(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """With oneDNN, or with MKL where oneDNN fails."""
+    """`linear` with oneDNN, or with MKL if oneDNN fails."""
     try:
         return by_onednn(x, weight, bias)
     except RuntimeError as error:
@@ -108,7 +107,7 @@ def by_packed(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None =
 def float32_product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """x (N, in) @ weight (out, in).T in float32, written to `out` (N, out) if given; not recorded by autograd.
 
-    On CUDA the sums of a bfloat16 product are not rounded in between; on a CPU torch has no such product.
+    On CUDA the sums of a bfloat16 product are not rounded to bfloat16; on a CPU torch has no such product.
     """
     if x.device.type == "cuda" and x.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
@@ -129,7 +128,7 @@ class _Linear(torch.autograd.Function):
 
 
 def onednn_is_faster() -> bool:
-    """Whether oneDNN is faster on this processor in float32 even with weights that are not packed."""
+    """Whether oneDNN is faster on this processor in float32, also without packed weights."""
     return onednn_is_usable() and _has_avx512()
 
 
@@ -143,12 +142,12 @@ def onednn_is_usable() -> bool:
     try:
         results = by_onednn(x, weight, bias), by_onednn(x @ weight.t(), weight.t())
     except (AttributeError, RuntimeError, NotImplementedError) as error:
-        logger.warning("torch %s has no product by oneDNN (%s): products are those of MKL", torch.__version__, error)
+        logger.warning("torch %s has no product by oneDNN (%s): MKL computes the products", torch.__version__, error)
         return False
     expected = F.linear(x, weight, bias), (x @ weight.t()) @ weight
     error = worst_error(float((a - b).norm() / b.norm()) for a, b in zip(results, expected, strict=True))
     if error > MAX_ERROR:
-        logger.warning("products by oneDNN have a relative error of %.1e: products are those of MKL", error)
+        logger.warning("products by oneDNN have a relative error of %.1e: MKL computes the products", error)
         return False
     return True
 

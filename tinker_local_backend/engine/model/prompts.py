@@ -18,15 +18,15 @@ class Prompt:
     """A checked ModelInput."""
 
     tokens: tuple[int, ...]
-    """those of pictures have ids beyond the vocabulary (pictures.py)"""
+    """ids; those of pictures are beyond the vocabulary (pictures.py)"""
     pictures: SequencePictures | None = None
-    """None: all is text"""
+    """None for text only"""
 
 
 def checked_prompt(prompt: tinker.ModelInput, model: BaseModel) -> Prompt:
     """Tokens and pictures of a ModelInput.
 
-    Raises RequestError unless it is text, or pictures that the model takes, not empty, and within vocabulary and context.
+    Raises RequestError if it is empty, exceeds the vocabulary or the context, or has chunks that the model does not take.
     """
     tokens: list[int] = []
     pictures: list[Picture] = []
@@ -43,7 +43,7 @@ def checked_prompt(prompt: tinker.ModelInput, model: BaseModel) -> Prompt:
             )
         if len(chunk.tokens) == 0:
             raise RequestError(f"{where} is empty; leave empty chunks out")
-        check_vocabulary(chunk.tokens, model.vocab_size, "prompt", behind=len(tokens))
+        check_vocabulary(chunk.tokens, model.vocab_size, "prompt", first=len(tokens))
         if model.vision is not None:
             _check_placeholders(chunk.tokens, where, model.vision.placeholder)
         tokens.extend(chunk.tokens)
@@ -62,7 +62,7 @@ def checked_prompt(prompt: tinker.ModelInput, model: BaseModel) -> Prompt:
 def prepare_pictures(
     data: Sequence[tinker.Datum], model: BaseModel, in_order: bool
 ) -> Generator[None, None, list[Picture]]:
-    """Decode the pictures of training data on other threads; see Vision.prepare. Keep what it returns until they are used."""
+    """Decode the pictures of training data on other threads (see Vision.prepare). Keep the result alive until they are used."""
     if model.vision is None or model.vision.refusal:
         return []
     chunks = (chunk for datum in data for chunk in datum.model_input.chunks)
@@ -78,13 +78,13 @@ def _picture(chunk: tinker.types.ImageChunk, where: str, model: BaseModel) -> Pi
         )
     if not model.shards.whole:
         raise RequestError(
-            f"{where} is a picture, which a base model that processes divide does not take; use one process"
+            f"{where} is a picture, which a base model sharded across processes does not take; use one process"
         )
     return model.vision.picture(chunk, where)
 
 
 def _check_placeholders(tokens: Sequence[int], where: str, placeholder: int) -> None:
-    """Raise RequestError for placeholders of pictures that are not there. A single one may have been sampled."""
+    """Raise RequestError for picture placeholders in text. A single one may have been sampled."""
     for at in (i for i, token in enumerate(tokens[1:]) if token == placeholder):
         if tokens[at] == placeholder:
             raise RequestError(
@@ -93,11 +93,11 @@ def _check_placeholders(tokens: Sequence[int], where: str, placeholder: int) -> 
             )
 
 
-def check_vocabulary(tokens: Sequence[int], vocab_size: int, where: str, behind: int = 0) -> None:
-    """Raise RequestError for ids outside the vocabulary. `behind`: the index of the first one."""
+def check_vocabulary(tokens: Sequence[int], vocab_size: int, where: str, first: int = 0) -> None:
+    """Raise RequestError for ids outside the vocabulary. `first`: index of the first token in `where`."""
     if not tokens or (min(tokens) >= 0 and max(tokens) < vocab_size):
         return
-    for position, token in enumerate(tokens, behind):
+    for position, token in enumerate(tokens, first):
         if not 0 <= token < vocab_size:
             raise RequestError(
                 f"{where}[{position}] is {token}, outside the vocabulary of {vocab_size} ids; "

@@ -1,6 +1,6 @@
-"""How a checkpoint in fewer bits is loaded, and how weights are brought into fewer bits when they are loaded.
+"""Loads quantized checkpoints, and quantizes plain weights at load.
 
-transformers' quantizers do either; quantized.py then stands in for the linears that they made.
+transformers' quantizers do both; quantized.py then replaces the linears that they create.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DEQUANTIZED_BY_TRANSFORMERS = ("compressed-tensors", "fp8", "mxfp4")
 
 
 def _nf4(dtype: torch.dtype, plain: list[str] | None) -> BitsAndBytesConfig:
-    """As in QLoRA: the scales of the blocks are quantised too."""
+    """As in QLoRA: the scales of the blocks are quantized too."""
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -43,49 +43,50 @@ def _int8(dtype: torch.dtype, plain: list[str] | None) -> BitsAndBytesConfig:
 
 
 def _fp8(dtype: torch.dtype, plain: list[str] | None) -> TorchAoConfig:
-    """A scale for each row. transformers' own quantizer makes blocks on a GPU alone."""
-    made = importlib.import_module("torchao.quantization").Float8WeightOnlyConfig()
-    return TorchAoConfig(made, modules_to_not_convert=plain)
+    """One scale per row. transformers' fp8 quantizer uses blocks, and only on a GPU."""
+    per_row = importlib.import_module("torchao.quantization").Float8WeightOnlyConfig()
+    return TorchAoConfig(per_row, modules_to_not_convert=plain)
 
 
-_MADE: dict[str, tuple[str, Callable[[torch.dtype, list[str] | None], Any]]] = {
+_QUANTIZERS: dict[str, tuple[str, Callable[[torch.dtype, list[str] | None], Any]]] = {
     "nf4": ("bitsandbytes", _nf4),
     "int8": ("bitsandbytes", _int8),
     "fp8": ("torchao", _fp8),
 }
-"""By value of the variable: the method, and transformers' config of it; `plain` names modules that stay as they are, None:
-what transformers leaves out."""
+"""Value of the variable -> the method, and transformers' config for it. `plain` names the modules that are not quantized; None:
+transformers' default."""
 
 
 def load_arguments(
     name: str, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, asked: str | None
 ) -> dict[str, Any]:
-    """Further arguments of from_pretrained for a model with this (whole) config; none for plain weights.
+    """Additional arguments of from_pretrained for a model with this (whole) config; none for plain weights.
 
-    asked: the value of TINKER_LOCAL_QUANTIZATION; None: as the checkpoint is, "none": plain, which `dequantize` completes.
+    asked: the value of TINKER_LOCAL_QUANTIZATION; None: as in the checkpoint; "none": plain, for which `install_quantized`
+        dequantizes what transformers does not.
 
-    Raises ModelLoadError, before any weight is read, for a package that is missing and for a checkpoint in fewer bits that
-    TINKER_LOCAL_QUANTIZATION asks to quantize in another way.
+    Raises ModelLoadError, before any weight is read, if a package is missing, or if TINKER_LOCAL_QUANTIZATION is another format
+    than the checkpoint's.
     """
     method = quantization_method(config)
     if method is None:
         if asked is None or asked == "none":
             return {}
-        method, make = _MADE[asked]
+        method, make = _QUANTIZERS[asked]
         _require(name, method, f"{VARIABLE}={asked}")
         plain = [*(f"model.{tower}" for tower in TOWERS), "lm_head"] if takes_pictures(config) else None
         return {"quantization_config": make(dtype, plain), "device_map": {"": device}}
     has = _format(config, method)
     if asked not in (None, "none", has):
         raise ModelLoadError(
-            f"model {name!r} has weights in {has}, and {VARIABLE}={asked} asks for others: unset it to load them as they are, "
-            "or give the model's copy with plain weights"
+            f"model {name!r} has weights in {has}, not in {VARIABLE}={asked}: unset it to load them as they are, "
+            "or use the model's copy with plain weights"
         )
     _require(name, method, f"its weights are in {has}")
     if asked != "none" and environment.read("TINKER_LOCAL_BASE_WEIGHTS") == "sharded":
         raise ModelLoadError(
-            f"model {name!r} has weights in {has}, which TINKER_LOCAL_BASE_WEIGHTS=sharded cannot divide: unset it, or set "
-            f"{VARIABLE}=none, which makes them plain"
+            f"model {name!r} has weights in {has}, which TINKER_LOCAL_BASE_WEIGHTS=sharded cannot shard: unset it, or set "
+            f"{VARIABLE}=none, which dequantizes them"
         )
     arguments: dict[str, Any] = {"config": config, "device_map": {"": device}}
     quantization: Any = config.quantization_config
@@ -95,7 +96,7 @@ def load_arguments(
             quantization["dequantize"] = True
         if why is not None:
             logger.warning(
-                "model %r: its weights in %s are dequantised to %s when they are loaded, and take the memory of plain ones: %s",
+                "model %r: its weights in %s are dequantized to %s at load, and take the memory of plain ones: %s",
                 name,
                 has,
                 str(dtype).removeprefix("torch."),
@@ -105,7 +106,7 @@ def load_arguments(
 
 
 def round_dequantized(model: nn.Module, arguments: dict[str, Any], dtype: torch.dtype) -> None:
-    """Give a model that transformers dequantised its dtype, in place: of fp8 it leaves all weights in that of the file."""
+    """Cast a model that transformers dequantized to `dtype`, in place: it leaves fp8 models in the dtype of the file."""
     if "config" in arguments and arguments["config"].quantization_config.get("dequantize"):
         kept = tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
         for name, weight in model.named_parameters():
@@ -114,16 +115,16 @@ def round_dequantized(model: nn.Module, arguments: dict[str, Any], dtype: torch.
 
 
 def _why_plain(config: PreTrainedConfig, method: str, device: torch.device) -> str | None:
-    """Why a checkpoint cannot stay in fewer bits; None if it can."""
+    """Why a checkpoint cannot stay quantized; None if it can."""
     if method == "mxfp4" or has_experts(config.get_text_config()):
-        return "routed experts in fewer bits have no product here"
+        return "quantized routed experts are not supported here"
     if method == "fp8" and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9)):
-        return "transformers keeps fp8 blocks on GPUs of compute capability 8.9 or newer alone"
+        return "transformers supports fp8 blocks only on GPUs of compute capability 8.9 or newer"
     return None
 
 
 def _format(config: Any, method: str) -> str:
-    """The value of the variable that means the same, if there is one; else a name of the format."""
+    """The equivalent value of the variable, if there is one; else a name of the format."""
     quantization: Any = config.quantization_config
     if method != "bitsandbytes":
         return method

@@ -1,10 +1,10 @@
-"""Frozen linears whose weights are kept in fewer bits, made from what transformers' quantizers put into a model.
+"""Frozen quantized linears, which replace those that transformers' quantizers create.
 
-Every format has one product here: x @ W.T, where W is the stored weight, dequantised to the dtype of x for this one product. The
-modules of some formats would quantise their inputs too: in blocks (FP8), or but for the columns that stand out in the whole pass
-(LLM.int8). A token's logprob would then depend on what else is in the pass, and the gradient would not be that of the forward
-pass. With one product the sampler and the trainer compute the same, the gradient by x is exact, and a format runs wherever its
-weight can be dequantised. The cost is the dequantised weight of one linear at a time.
+All formats share one product: x @ W.T, where W is the stored weight, dequantized to the dtype of x for this product. The modules
+of some formats also quantize their inputs: in blocks (FP8), or except for outlier columns of the whole pass (LLM.int8). A token's
+logprob would then depend on the rest of the pass, and the gradient would not be that of the forward pass. With one product the
+sampler and the trainer agree, the gradient of x is exact, and a format runs wherever its weight can be dequantized. The cost is
+the memory of one dequantized weight at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tinker_local_backend.engine.model.products import linear
 
 
 class QuantizedLinear(nn.Module):
-    """A linear (..., in) -> (..., out) with a stored weight that is never trained. Subclasses know their format.
+    """A linear (..., in) -> (..., out) with a stored weight that is never trained. There is a subclass per format.
 
     Args:
         shape: of the weight, (out, in).
@@ -31,10 +31,10 @@ class QuantizedLinear(nn.Module):
     """
 
     format = ""
-    """how the line that is told at load names it"""
+    """its name in the log line at load"""
 
     is_transposed = False
-    """it stands for transformers' Conv1D, whose plain weight is (in, out)"""
+    """it replaces transformers' Conv1D, whose plain weight is (in, out)"""
 
     def __init__(self, shape: tuple[int, int], bias: torch.Tensor | None):
         super().__init__()
@@ -46,7 +46,7 @@ class QuantizedLinear(nn.Module):
         raise NotImplementedError
 
     def stored(self) -> Iterator[torch.Tensor]:
-        """What is kept of the weight."""
+        """The tensors of the stored weight."""
         yield from self.buffers()
 
     @property
@@ -72,7 +72,7 @@ class QuantizedLinear(nn.Module):
 
 
 class _Product(torch.autograd.Function):
-    """Keeps nothing for the backward pass: the weight is dequantised again."""
+    """Saves nothing for the backward pass, which dequantizes the weight again."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: QuantizedLinear) -> torch.Tensor:
@@ -89,7 +89,7 @@ class _Product(torch.autograd.Function):
 
 
 class _Bits4(QuantizedLinear):
-    """bitsandbytes: blocks of 64 numbers in 16 levels (nf4, fp4), each with a scale, which may be quantised again."""
+    """bitsandbytes: blocks of 64 numbers in 16 levels (nf4, fp4), each with a scale, which may be quantized too."""
 
     def __init__(self, module: Any):
         state = module.weight.quant_state
@@ -119,7 +119,7 @@ class _Int8(QuantizedLinear):
     def __init__(self, module: Any):
         super().__init__((module.out_features, module.in_features), module.bias)
         self.is_transposed = getattr(module, "source_cls", None) is Conv1D
-        # A module that has run keeps them in its state.
+        # A module that has run has them in its state.
         rows, largest = (getattr(module.weight, name, None) for name in ("CB", "SCB"))
         self.rows: torch.Tensor
         self.largest: torch.Tensor
@@ -170,8 +170,9 @@ class _TorchAo(QuantizedLinear):
         weights: Any = self.weights
         if hasattr(weights, "dequantize"):
             return weights.dequantize().to(dtype)
-        one = torch.eye(self.in_features, dtype=weights.dtype, device=self.device)  # formats for one kernel
-        return nn.functional.linear(one, weights).t().to(dtype)
+        # Some formats have only a product.
+        identity = torch.eye(self.in_features, dtype=weights.dtype, device=self.device)
+        return nn.functional.linear(identity, weights).t().to(dtype)
 
 
 _SHAPE = "weight_shape"
@@ -192,7 +193,7 @@ class _Compressed(QuantizedLinear):
                 self.register_buffer(key, tensor.detach())
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
-        # Not the stored shape, a tensor: a step that is captured cannot wait for its numbers.
+        # Not the stored shape, which is a tensor: reading it would synchronise, which a captured step cannot.
         stored = {**dict(self.named_buffers()), _SHAPE: (self.out_features, self.in_features)}
         return self._compressor.decompress(stored, self._scheme)["weight"].to(dtype)
 
@@ -202,11 +203,11 @@ _BY_NAME: dict[tuple[str, str], Callable[[Any], QuantizedLinear]] = {
     ("bitsandbytes", "Linear8bitLt"): _Int8,
     ("transformers", "FP8Linear"): _Float8,
 }
-"""By package and name of a module's class: what stands for it here. The packages are imported by who loads such a model."""
+"""(package, name) of a module's class -> its replacement. Loading such a model has imported the package."""
 
 
 def quantized_linear(module: nn.Module) -> QuantizedLinear | None:
-    """What stands for a module that a quantizer made; None for any other."""
+    """The replacement of a module that a quantizer created; None for any other."""
     package = type(module).__module__.partition(".")[0]
     known = _BY_NAME.get((package, type(module).__name__))
     if known is not None:
@@ -221,51 +222,50 @@ def quantized_linear(module: nn.Module) -> QuantizedLinear | None:
 
 
 def install_quantized(model: nn.Module, keep: bool = True) -> list[QuantizedLinear]:
-    """Replace, in place, every linear that a quantizer made. Returns those that now stand in the model.
+    """Replace every linear that a quantizer created. Returns the quantized linears that are now in the model.
 
-    keep: False dequantises all of them to the model's dtype; so is the head always, whose weight is read in chunks.
-    """
+    keep: False dequantizes all of them to the model's dtype. The head is always dequantized, because its weight is read in
+    chunks."""
     whole: Any = model
     head = whole.get_output_embeddings()
-    found = [(path, module, quantized_linear(module)) for path, module in model.named_modules()]
+    candidates = [(path, module, quantized_linear(module)) for path, module in model.named_modules()]
     kept: list[QuantizedLinear] = []
-    for path, module, stands in found:
-        if stands is None:
+    for path, module, quantized in candidates:
+        if quantized is None:
             continue
         parent_path, _, leaf = path.rpartition(".")
         keeps = keep and module is not head
-        setattr(model.get_submodule(parent_path), leaf, stands if keeps else plain(stands, whole.dtype))
+        setattr(model.get_submodule(parent_path), leaf, quantized if keeps else plain(quantized, whole.dtype))
         if keeps:
-            kept.append(stands)
+            kept.append(quantized)
     return kept
 
 
 def dequantize(model: Any) -> None:
-    """Make a model that was loaded in fewer bits one with plain weights, in place. It can then be cast and saved as any other:
-    transformers goes by what it knows of a quantizer."""
+    """Give a quantized model plain weights, in place, and remove its quantizer, so that it can be cast and saved as any other."""
     install_quantized(model, keep=False)
     if (quantizer := getattr(model, "hf_quantizer", None)) is not None:
         quantizer.remove_quantization_config(model)
     for config in (model.config, model.config.get_text_config()):
         if hasattr(config, "quantization_config"):
             del config.quantization_config
-    if hasattr(model, "_weight_conversions"):  # those of the checkpoint that was read
+    if hasattr(model, "_weight_conversions"):  # of the quantized checkpoint
         del model._weight_conversions
 
 
 def special_linears(modules: Iterable[nn.Module]) -> set[str]:
-    """Classes of linears that do with their weight what nothing here knows: other formats, ternary weights."""
+    """Names of linear classes that are not supported: other formats, ternary weights."""
     known = nn.Linear, Conv1D, FalconLinear
     return {type(m).__name__ for m in modules if type(m) not in known and not isinstance(m, QuantizedLinear)}
 
 
 def has_quantized(model: nn.Module) -> bool:
-    """Whether a quantizer made some linear of a model that was just loaded."""
+    """Whether a quantizer created some linear of a model that was just loaded."""
     return any(quantized_linear(module) is not None for module in model.modules())
 
 
 def plain(quantized: QuantizedLinear, dtype: torch.dtype) -> nn.Linear | Conv1D:
-    """The linear with the dequantised weight, frozen."""
+    """A frozen linear with the dequantized weight."""
     weight = quantized.dequantized(dtype)
     with torch.device("meta"):
         if quantized.is_transposed:

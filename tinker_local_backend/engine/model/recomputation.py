@@ -1,4 +1,4 @@
-"""Recompute decoder layers in the backward pass (gradient checkpointing): their activations then need no memory."""
+"""Gradient checkpointing: recompute decoder layers in the backward pass instead of keeping their activations."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tinker_local_backend.engine.model.passes import Pass, current_pass, running
 
 
 class Recomputation:
-    """Whether the layers of a model do so. Owned by the engine's worker thread."""
+    """Turns recomputation of a model's layers on and off. Owned by the engine's worker thread."""
 
     def __init__(self) -> None:
         self.on = False
 
     def wrap(self, layers: Sequence[nn.Module]) -> None:
-        """Make each layer keep only its inputs, and run again in the backward pass, while this is on."""
+        """Make each layer save only its inputs, and run again in the backward pass, while this is on."""
         for layer in layers:
             layer.forward = partial(self._run, layer.forward)
 
@@ -41,6 +41,6 @@ class Recomputation:
 
 
 def _in_pass(current: Pass | None, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a layer within a pass, maybe again in its backward pass, on another thread."""
+    """Run a layer within a pass, also when the backward pass recomputes it on another thread."""
     with running(current):
         return forward(*args, **kwargs)

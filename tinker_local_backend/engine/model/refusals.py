@@ -1,4 +1,4 @@
-"""Refuse, before any weight is read, names without a model and configs of models that the engine does not support.
+"""Refuse names without a model and configs of unsupported models, before any weight is read.
 
 Imports neither torch nor transformers, so that a mistake in a command line fails at once.
 """
@@ -10,8 +10,8 @@ from typing import Any
 
 from tinker_local_backend.errors import ModelLoadError, RequestError
 
-_NUMBERS_OF_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-"""Names of the number of experts of a layer in configs."""
+_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+"""Config names of the number of experts in a layer."""
 
 _REFUSED = {
     "blt": "divides its bytes into patches, which depend on all bytes of a pass",
@@ -23,14 +23,14 @@ _REFUSED = {
     "rwkv": "keeps its states in tensors of another kind than transformers' cache",
     "xlnet": "predicts tokens in any order, with attention to both sides",
     "xlstm": "keeps its states in a cache of another kind than transformers'",
-    "zamba": "has layers that go on from a state by one token only, and attends in a way of its own",
+    "zamba": "has recurrent layers that advance by one token only, and custom attention code",
     "zamba2": "limits the steps of its states in prefill and not in decoding, so sampled and trained logprobs would differ",
 }
-"""Model types that fail for a reason that is in transformers' code, not in their config."""
-_OWN_EXPERTS = frozenset({"llama4_text", "longcat_flash"})
-"""Model types whose experts compute in code of their own, in which adapters here have no place."""
+"""Model types that fail because of transformers' code, not of their config."""
+_CUSTOM_EXPERTS = frozenset({"llama4_text", "longcat_flash"})
+"""Model types with custom expert code, to which the engine cannot add adapters."""
 _SAMPLES_ONLY = frozenset({"dbrx", "jetmoe"})
-"""Model types with matrices that are no linears, which adapters here do not cover."""
+"""Model types with matrices that are not linears, which adapters do not cover."""
 
 QUANTIZED = {
     "bitsandbytes": "bitsandbytes>=0.50",
@@ -39,17 +39,17 @@ QUANTIZED = {
     "mxfp4": None,
     "torchao": "torchao>=0.18",
 }
-"""Methods of checkpoints in fewer bits that the engine loads, and the package that each needs beside transformers."""
+"""Quantization methods of checkpoints that the engine loads, and the package that each needs besides transformers."""
 
 _LAYER_TYPES = frozenset(
     ("full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "hybrid_sliding", "mlp", "moe")
 )
-"""Of config.layer_types. What others do with more tokens than the check at load has, it cannot see."""
-_OWN_LAYER_TYPES = frozenset(
+"""Supported values of config.layer_types. Others are refused, because the check at load has too few tokens to test them."""
+_OTHER_ATTENTION = frozenset(
     ("chunked_attention", "indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention")
 )
-"""Those whose masks depend on more than a window; the last two are names of indexed_attention before transformers 5.18. They run
-through transformers' own forward."""
+"""Layer types whose masks depend on more than a window; the last two are names of indexed_attention before transformers 5.18.
+They run through transformers' forward (original_forward.py)."""
 
 _CONTEXT_NAMES = (
     "max_position_embeddings",
@@ -60,23 +60,23 @@ _CONTEXT_NAMES = (
     "n_ctx",
     "context_length",
 )
-"""Names of the context length in configs."""
+"""Config names of the context length."""
 
 _INSTEAD = "use a dense Llama- or Qwen-like model, or backend=tinker"
 
 
 def base_model_of(name: str) -> str:
-    """The base model of a hosted name `<model>:peft:<tokens>`, a variant with a longer context; other names are unchanged."""
+    """The base model in a hosted name `<model>:peft:<tokens>`, a variant with a longer context; other names are unchanged."""
     return name.partition(":peft:")[0]
 
 
 def check_context(name: str, context_length: int) -> None:
     """Raise RequestError if a name asks for a longer context (in tokens) than the model has."""
-    wanted = name.partition(":peft:")[2]
-    if wanted.isdecimal() and int(wanted) > context_length:
+    requested = name.partition(":peft:")[2]
+    if requested.isdecimal() and int(requested) > context_length:
         raise RequestError(
-            f"model {name!r}: a context of {wanted} tokens is asked for, and the model has {context_length}; leave "
-            f"':peft:{wanted}' out"
+            f"model {name!r}: a context of {requested} tokens is requested, but the model has {context_length}; leave "
+            f"':peft:{requested}' out"
         )
 
 
@@ -97,14 +97,14 @@ def refused(name: str, config: Any, why: str) -> ModelLoadError:
 
 
 def has_experts(config: Any) -> bool:
-    """Whether layers of a model with this text config are mixtures of experts."""
-    can = getattr(config, "is_moe", True)  # Doge's config has a number of experts either way
-    return can and any((getattr(config, key, None) or 0) > 1 for key in _NUMBERS_OF_EXPERTS)
+    """Whether a model with this text config is a mixture of experts."""
+    can = getattr(config, "is_moe", True)  # Doge's config always has a number of experts
+    return can and any((getattr(config, key, None) or 0) > 1 for key in _EXPERT_COUNTS)
 
 
 def leaves_experts(config: Any) -> bool:
     """Whether the routed experts of a model with this text config stay frozen."""
-    return has_experts(config) and config.model_type in _OWN_EXPERTS
+    return has_experts(config) and config.model_type in _CUSTOM_EXPERTS
 
 
 def samples_only(config: Any) -> bool:
@@ -113,15 +113,16 @@ def samples_only(config: Any) -> bool:
 
 
 def context_length(config: Any) -> int | None:
-    """The context length in tokens that a text config states."""
+    """The context length of a text config, in tokens."""
     stated = (getattr(config, name, None) for name in _CONTEXT_NAMES)
     return next((length for length in stated if isinstance(length, int) and length > 0), None)
 
 
-def needs_own_forward(config: Any) -> bool:
-    """Whether a model with this text config attends in a way that the check at load cannot tell from plain attention: by chunks,
-    to chosen tokens, or with a temperature that depends on the position."""
-    return bool(_layer_types(config) & _OWN_LAYER_TYPES) or bool(getattr(config, "attn_temperature_tuning", False))
+def needs_original_forward(config: Any) -> bool:
+    """Whether a model with this text config needs transformers' forward for attention that the check at load cannot distinguish
+    from plain attention: chunked, sparse, or with a position-dependent temperature.
+    """
+    return bool(_layer_types(config) & _OTHER_ATTENTION) or bool(getattr(config, "attn_temperature_tuning", False))
 
 
 def _layer_types(config: Any) -> set[str]:
@@ -129,7 +130,7 @@ def _layer_types(config: Any) -> set[str]:
 
 
 def refuse_unsupported(name: str, config: Any) -> None:
-    """Raise ModelLoadError if a text config needs what the engine does not support. Loading checks more."""
+    """Raise ModelLoadError if a text config is unsupported. Loading checks more."""
     if getattr(config, "is_encoder_decoder", None):
         what = "an encoder (config.is_encoder_decoder)"
         raise refused(name, config, f"has {what}, which the local engine does not support")
@@ -138,7 +139,7 @@ def refuse_unsupported(name: str, config: Any) -> None:
     if context_length(config) is None:
         fix = "set max_position_embeddings in its config.json to the number of tokens of its longest sequences"
         raise refused(name, config, f"states no context length: {fix}")
-    kinds = _layer_types(config) - _LAYER_TYPES - _OWN_LAYER_TYPES
+    kinds = _layer_types(config) - _LAYER_TYPES - _OTHER_ATTENTION
     if kinds:
         layers = ", ".join(sorted(kinds))
         raise refused(name, config, f"has layers of type {layers}, which the local engine does not support")
@@ -148,7 +149,7 @@ def refuse_unsupported(name: str, config: Any) -> None:
 
 
 def quantization_method(config: Any) -> str | None:
-    """How the weights of a checkpoint with this config are quantized; None for plain ones."""
+    """The quantization method of a checkpoint with this config; None for plain weights."""
     quantization = getattr(config, "quantization_config", None)
     if quantization is None:
         return None

@@ -1,9 +1,9 @@
-"""A base model whose frozen weights are divided over processes: torch's FSDP2, with a schedule of our own.
+"""A base model whose frozen weights are sharded across processes: torch's FSDP2 with a custom schedule.
 
-`fully_shard` divides the weights, gathers them and frees them. When that happens is decided here and not by its hooks, which
-expect every process to run the same passes: here each has as many datums and requests as it has. So the ranks agree on the next
-pass, forward or backward through all layers in order, and a rank with nothing to compute only takes part in the gathering.
-After an error in the middle of a pass, the rank that failed still gathers the rest of it, so that no other rank hangs.
+`fully_shard` shards, gathers and frees the weights. Its hooks, which expect every process to run the same passes, are not used:
+here ranks have different numbers of datums and requests. So the ranks agree on the next pass, forward or backward through all
+layers in order, and a rank with nothing to compute only takes part in the gathering. A rank that fails in the middle of a pass
+still gathers its remaining layers, so that no other rank hangs.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from tinker_local_backend.errors import ReplicaError
 
 
 class Step(IntEnum):
-    """What a rank wants to do next. All ranks do the largest of their steps."""
+    """A rank's next step. All ranks execute the largest one."""
 
     REST = 0
-    """nothing is left"""
+    """the rank has finished its turn"""
     FORWARD = 1
     BACKWARD = 2
     FAILED = 3
@@ -35,11 +35,11 @@ class Step(IntEnum):
 
 
 class Ranks:
-    """The processes that compute together, seen from one of them. Used by one thread at a time.
+    """The process group, from one rank's view. Used by one thread at a time.
 
     Args:
-        device: where this rank computes.
-        explain: what a failed collective means, for the user.
+        device: of this rank.
+        explain: turns a failed collective into an error for the user.
     """
 
     def __init__(self, device: torch.device, explain: Callable[[RuntimeError], ReplicaError]):
@@ -50,7 +50,7 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Enclose a collective. Raises ReplicaError if it or an earlier one failed: the state of the other ranks is unknown."""
+        """Wrap a collective. Raises ReplicaError if it or an earlier one failed: the state of the other ranks is unknown."""
         if self.lost is not None:
             raise self.lost
         try:
@@ -60,7 +60,7 @@ class Ranks:
             raise self.lost from error
 
     def agree(self, wish: Step) -> Step:
-        """The next step of all ranks. Blocks until every rank has called."""
+        """The next step of all ranks. Blocks until every rank has called it."""
         wishes = torch.tensor(int(wish))
         with self.together():
             dist.all_reduce(wishes, dist.ReduceOp.MAX)
@@ -68,17 +68,17 @@ class Ranks:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Enclose what makes Shards, on all ranks. Raises ReplicaError if another rank failed in it."""
+        """Wrap the construction of Shards, on all ranks. Raises ReplicaError if it failed on another rank."""
         try:
             yield
         except Exception:
             self.agree(Step.FAILED)
             raise
         if self.agree(Step.REST) is Step.FAILED:
-            raise ReplicaError("another rank could not load its part of the base model: see what it printed")
+            raise ReplicaError("another rank could not load its shard of the base model: see its output")
 
 
-class Whole:
+class Unsharded:
     """Unsharded weights: no turn-taking."""
 
     whole = True
@@ -93,9 +93,9 @@ class Whole:
 
 
 class Shards:
-    """The weights of one model, in units: each layer, and all the rest (embeddings, last norm, head).
+    """The weights of one model in FSDP units: each layer, and the rest (embeddings, last norm, head).
 
-    Between turns a rank has its shard of every unit. During a pass it also has the whole rest, the layer that is being computed,
+    Between turns a rank has its shard of every unit. During a pass it also has the full rest, the layer that is being computed,
     and the next layer, which is gathered meanwhile.
 
     Args:
@@ -107,10 +107,10 @@ class Shards:
 
     def __init__(self, ranks: Ranks, model: nn.Module, layers: Sequence[nn.Module]):
         if ranks.device.type == "cuda":
-            torch.cuda.set_device(ranks.device)  # of this thread: FSDP takes the current one
+            torch.cuda.set_device(ranks.device)  # FSDP uses this thread's current device
         self._ranks = ranks
         assert dist.group.WORLD is not None
-        # Within modules that are never called, so FSDP's hooks never run.
+        # Wrapped in modules that are never called, so that FSDP's hooks never run.
         shard = partial(fully_shard, mesh=DeviceMesh.from_group(dist.group.WORLD, ranks.device.type))
         self._layers = [shard(nn.Sequential(layer)) for layer in layers]
         of_layers = {parameter for layer in layers for parameter in layer.parameters()}
@@ -120,11 +120,11 @@ class Shards:
         self._in_turn = False
         self._order: list[int] = []
         self._current = -1
-        """index in `_order` of the layer that is gathered"""
+        """index in `_order` of the gathered layer"""
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Enclose what this rank computes. All ranks must take a turn of this model; it ends when all have finished."""
+        """Wrap this rank's computation. All ranks must take a turn of this model; it ends when all have finished."""
         self._in_turn = True
         try:
             yield
@@ -137,7 +137,7 @@ class Shards:
 
     @contextmanager
     def computing(self, step: Step) -> Iterator[None]:
-        """Enclose a forward or a backward pass. The rest stays gathered until the next forward pass or the end of the turn."""
+        """Wrap a forward or backward pass. The rest stays gathered until the next forward pass or the end of the turn."""
         if not self._in_turn:
             raise RuntimeError("a model with sharded weights computes only in turns, which all ranks take together")
         if step is Step.FORWARD:
@@ -174,14 +174,14 @@ class Shards:
 
     @contextmanager
     def _collective(self) -> Iterator[None]:
-        # Autograd rejects tensors that were made in inference mode.
+        # Autograd rejects tensors that were created in inference mode.
         with self._ranks.together(), torch.inference_mode(False), torch.no_grad():
             yield
 
     def _gather_next(self, index: int) -> None:
-        """Gather the weights of this layer, free those of the previous one, and begin to gather the next."""
+        """Gather this layer, free the previous one, and start gathering the next."""
         if self._current >= 0 and self._order[self._current] == index:
-            return  # a layer with several outputs
+            return  # called again for a layer with several outputs
         new = self._current + 1
         if self._order[new : new + 1] != [index]:
             raise RuntimeError(f"layer {index} is computed out of turn, after {self._order[:new]}")

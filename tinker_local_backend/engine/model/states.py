@@ -1,6 +1,6 @@
-"""States of sequences: what layers that are no attention keep of a sequence, in tensors of slots, one slot per sequence.
+"""States of recurrent layers, in tensors with one slot per sequence.
 
-Such a layer (gated delta rule, Mamba, short convolution) keeps a state of constant size: the last inputs of its convolution
+Such a layer (gated delta rule, Mamba, short convolution) has a state of constant size: the last inputs of its convolution
 (`conv`) and a matrix per head (`recurrent`). sampling/state_pool.py decides which sequence has which slot.
 """
 
@@ -14,17 +14,17 @@ import torch
 
 
 class StateKey(NamedTuple):
-    """One of the states of a layer."""
+    """Identifies a state of a layer."""
 
     layer: int
     kind: str
     """conv or recurrent"""
     number: int
-    """a layer may have several of a kind"""
+    """among several of its kind in a layer"""
 
 
 class StateShape(NamedTuple):
-    """Of one sequence."""
+    """Shape of one sequence's state."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -35,7 +35,7 @@ class StateShape(NamedTuple):
 
 
 class StateCache:
-    """The states of all layers, (slots, ...) each. A state that is written for the first time sets its shape."""
+    """The states of all layers, (slots, ...) each. The first write of a state sets its shape."""
 
     def __init__(self, shapes: Mapping[StateKey, StateShape], device: torch.device):
         self._device = device
@@ -54,9 +54,9 @@ class StateCache:
         return sum(shape.bytes for shape in self.shapes.values())
 
     def resize(self, slots: int) -> None:
-        """Change the number of slots; those that stay keep their contents. 0 frees the memory."""
+        """Change the number of slots; remaining ones keep their contents. 0 frees the memory."""
         for key, old in self._stored.items():
-            if len(old) != slots:  # after a failed growth, some may have grown
+            if len(old) != slots:  # after a failed growth, some states may have grown
                 new = old.new_empty(slots, *old.shape[1:])
                 kept = min(slots, len(old), self.slots)
                 new[:kept] = old[:kept]
@@ -64,7 +64,7 @@ class StateCache:
         self.slots = slots
 
     def read(self, key: StateKey, slots: torch.Tensor) -> torch.Tensor | None:
-        """A copy of the states in these slots (N, ...); None: no sequence has had this state yet."""
+        """A copy of the states in these slots (N, ...); None if this state was never written."""
         stored = self._stored.get(key)
         return None if stored is None else stored.index_select(0, slots)
 

@@ -1,8 +1,8 @@
-"""Pictures for a model that takes them: its image processor, its frozen vision tower, and the positions of their tokens.
+"""Pictures for multimodal models: the image processor, the frozen vision tower, and the positions of picture tokens.
 
-The tower's embeddings replace those of placeholder tokens in the model's own forward pass, which takes them ready made
-(`mm_encoder_outputs` of transformers). A picture is encoded by itself, so that its embeddings do not depend on what else is in a
-pass, and once, as long as they are kept.
+The tower's embeddings replace those of placeholder tokens in the model's forward pass, which takes them precomputed
+(`mm_encoder_outputs` of transformers). Each picture is encoded alone, so that its embeddings do not depend on the rest of a pass,
+and they are cached.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import nn
 from transformers import __version__ as VERSION
 
 from tinker_local_backend.engine.model.memory import out_of_memory
-from tinker_local_backend.engine.model.passes import BothWays
+from tinker_local_backend.engine.model.passes import Bidirectional
 from tinker_local_backend.engine.model.picture_files import PictureFiles
 from tinker_local_backend.engine.model.pictures import (
     ContentNumbers,
@@ -38,10 +38,10 @@ from tinker_local_backend.engine.model.pictures import (
 from tinker_local_backend.errors import RequestError
 
 FEATURE_BYTES = 256 << 20
-"""Embeddings of pictures that are kept, with their files, between passes: those used last. Others are made again."""
+"""Embeddings of pictures, and their files, cached between passes in LRU order. Others are computed again."""
 
 INPUT_BYTES = 1 << 30
-"""Inputs of the tower that wait for it, in main memory; a megapixel takes 12 to 25 MB. Others are made again when it runs."""
+"""Decoded inputs waiting for the tower, in main memory; a megapixel takes 12 to 25 MB. Others are decoded again."""
 
 DECODING_THREADS = 2
 """Pictures of one call that are decoded at a time."""
@@ -51,12 +51,12 @@ PATIENCE = 0.01
 
 @dataclass(frozen=True)
 class Family:
-    """How the models of one type take pictures."""
+    """How models of one type take pictures."""
 
-    both_ways: BothWays = "no"
-    """the layers in which the tokens of a picture see each other in both directions"""
+    bidirectional: Bidirectional = "no"
+    """the layers with bidirectional attention within a picture"""
     pads: bool = False
-    """without a picture, its forward pass computes a placeholder as padding"""
+    """without a picture, its forward pass embeds a placeholder as padding"""
     one_tensor: bool = False
     """its forward pass takes the embeddings of all pictures as one tensor, not as a list"""
 
@@ -72,7 +72,7 @@ FAMILIES = {
     "gemma3": Family("everywhere", one_tensor=True),
     "gemma4": Family("windowed", pads=True),
 }
-"""By the model type of the whole model."""
+"""By the model type of the whole model, not of its text part."""
 
 
 TOWERS = ("visual", "vision_tower", "multi_modal_projector", "embed_vision")
@@ -84,8 +84,8 @@ def takes_pictures(config: Any) -> bool:
     return config.model_type in FAMILIES and getattr(config, "vision_config", None) is not None
 
 
-def sees(body: nn.Module | type[nn.Module]) -> bool:
-    """Whether the forward pass of a model takes embeddings of pictures, as from transformers 5.18 on; before, it drops them."""
+def takes_picture_embeddings(body: nn.Module | type[nn.Module]) -> bool:
+    """Whether the forward pass of a model takes embeddings of pictures (transformers 5.18 or later; earlier ones drop them)."""
     return "mm_encoder_outputs" in inspect.signature(body.forward).parameters
 
 
@@ -113,29 +113,30 @@ class Vision:
         self._known: weakref.WeakValueDictionary[int, Picture] = weakref.WeakValueDictionary()
         self._recent: OrderedDict[int, Picture] = OrderedDict()
         self._recent_bytes = 0
-        self.refusal = "" if sees(body) else f"pictures need transformers 5.18 or later, {VERSION} is installed"
-        """why no picture can be taken"""
+        too_old = f"pictures need transformers 5.18 or later, {VERSION} is installed"
+        self.refusal = "" if takes_picture_embeddings(body) else too_old
+        """why pictures cannot be used; "" if they can"""
         self.encoded = 0
         """pictures that went through the vision tower"""
 
     @property
-    def both_ways(self) -> BothWays:
-        """The layers in which the tokens of a picture see each other in both directions."""
+    def bidirectional(self) -> Bidirectional:
+        """The layers with bidirectional attention within a picture."""
         text = self._config.get_text_config()
         if self._config.model_type == "gemma4" and text.use_bidirectional_attention != "vision":
             return "no"
-        return self._family.both_ways
+        return self._family.bidirectional
 
     @property
     def placeholder(self) -> int:
-        """The token id that stands for a position of a picture in the model's own prompts."""
+        """The token id of a picture's positions in the model's prompt format."""
         return self._placeholder
 
     def picture(self, chunk: tinker.types.ImageChunk, where: str) -> Picture:
-        """The picture of a chunk. May be called on any thread; a picture that nobody refers to yet is decoded.
+        """The picture of a chunk, decoded unless it is already in use. Thread-safe.
 
-        Raises RequestError, which begins with `where`: it cannot be decoded, takes another number of tokens than the chunk says,
-        or transformers is too old.
+        Raises RequestError, which begins with `where`, if it cannot be decoded, if it has another number of tokens than the chunk
+        says, or if transformers is too old.
         """
         if self.refusal:
             raise RequestError(f"{where} is a picture: {self.refusal}")
@@ -159,13 +160,13 @@ class Vision:
     def prepare(
         self, chunks: Iterable[tinker.types.ImageChunk], in_order: bool
     ) -> Generator[None, None, list[Picture]]:
-        """Decode pictures on other threads, a few at a time. Yields while they are to do, so that the worker does other work.
+        """Decode pictures on other threads, a few at a time. Yields meanwhile, so that the worker can do other work.
 
-        Pictures that cannot be decoded are left out: `picture` says why.
+        Pictures that cannot be decoded are left out; `picture` raises their errors.
 
         Args:
-            in_order: how often it yields depends on `chunks` alone, so that deterministic runs have the same order of work; the
-                worker waits for each few. Otherwise it waits for no longer than PATIENCE at a time.
+            in_order: the number of yields depends only on `chunks`, so that deterministic runs have the same order of work; the
+                worker waits for each few pictures. Otherwise it waits for at most PATIENCE at a time.
         """
         different = list({chunk.data: chunk for chunk in chunks}.values())
         if self._threads is None and different:
@@ -185,19 +186,19 @@ class Vision:
         return pictures
 
     def adopt(self, pictures: SequencePictures) -> SequencePictures:
-        """The pictures of a sequence that another process has checked, as this one knows them."""
-        found: list[Picture] = []
+        """Replace the pictures of a sequence from another process by equal pictures of this process, if it has them."""
+        adopted: list[Picture] = []
         for picture in pictures.pictures:
-            self._numbers.take_over(picture.content, picture.digest)
+            self._numbers.register(picture.content, picture.digest)
             with self._lock:
-                found.append(self._known.setdefault(picture.content, picture))
-        return replace(pictures, pictures=tuple(found))
+                adopted.append(self._known.setdefault(picture.content, picture))
+        return replace(pictures, pictures=tuple(adopted))
 
     def of_sequence(self, tokens: Sequence[int], pictures: Sequence[Picture]) -> SequencePictures:
         """The pictures of a sequence with these tokens, and its positions.
 
-        Sources: the positions of three axes are those of Qwen2-VL (arXiv 2409.12191, section 2.1): all axes count text, a picture
-        has one position in time and its rows and columns, and what follows begins behind the largest.
+        Positions of three axes are those of Qwen2-VL (arXiv 2409.12191, section 2.1): text advances all axes, a picture has one
+        position in time and its rows and columns, and the next token's position is after the largest.
         """
         merge = getattr(self._config.vision_config, "spatial_merge_size", 1)
         upcoming = iter(pictures)
@@ -228,22 +229,22 @@ class Vision:
         """Arguments of the model's forward pass: tokens (T,) with placeholders for pictures, and the pictures' embeddings."""
         rows_N = torch.from_numpy(pictures.rows).to(tokens_T.device)
         tokens_T = tokens_T.index_fill(0, rows_N, self._placeholder)
-        # A placeholder that was sampled is a token like any other: what it has without pictures goes where they would be.
+        # A sampled placeholder is an ordinary token: it gets the embedding that it has without pictures.
         at = (tokens_T == self._placeholder).nonzero().flatten()
-        own = self._config.get_text_config().pad_token_id if self._family.pads else self._placeholder
-        embeddings_NH = self._body.get_input_embeddings()(torch.full_like(at, own))
+        plain = self._config.get_text_config().pad_token_id if self._family.pads else self._placeholder
+        embeddings_NH = self._body.get_input_embeddings()(torch.full_like(at, plain))
         index_of = torch.searchsorted(at, rows_N)
         deeper_LNH: torch.Tensor | None = None
         for content in np.unique(pictures.contents).tolist():
             of_picture = np.flatnonzero(pictures.contents == content)
-            wanted = torch.from_numpy(pictures.offsets[of_picture]).to(tokens_T.device)
+            offsets = torch.from_numpy(pictures.offsets[of_picture]).to(tokens_T.device)
             rows, features = index_of[torch.from_numpy(of_picture).to(tokens_T.device)], self._features(content)
-            embeddings_NH.index_copy_(0, rows, features.embeddings_NH[wanted].to(embeddings_NH.dtype))
-            if (found_LNH := features.deeper_LNH) is not None:
+            embeddings_NH.index_copy_(0, rows, features.embeddings_NH[offsets].to(embeddings_NH.dtype))
+            if (of_layers_LNH := features.deeper_LNH) is not None:
                 into = deeper_LNH
                 if into is None:
-                    into = embeddings_NH.new_zeros(len(found_LNH), *embeddings_NH.shape)
-                deeper_LNH = into.index_copy_(1, rows, found_LNH[:, wanted].to(into.dtype))
+                    into = embeddings_NH.new_zeros(len(of_layers_LNH), *embeddings_NH.shape)
+                deeper_LNH = into.index_copy_(1, rows, of_layers_LNH[:, offsets].to(into.dtype))
         self._trim()
         encoded = SimpleNamespace(
             pooler_output=embeddings_NH[None] if self._family.one_tensor else [embeddings_NH],
@@ -252,22 +253,23 @@ class Vision:
         return {"input_ids": tokens_T[None], "mm_encoder_outputs": {"image": encoded}}
 
     def encode(self, pictures: SequencePictures, start: int, end: int) -> None:
-        """Run the vision tower on a sequence's pictures at tokens start:end, before a pass that needs them, on the worker. What
-        it makes is kept until that pass is over.
+        """Run the vision tower on a sequence's pictures at tokens start:end, before the pass that needs them. Their embeddings
+        are kept at least until the end of that pass. Only on the engine's worker.
 
-        Raises RequestError if the model's image processor and its tower do not fit each other, or memory runs out.
+        Raises RequestError if the model's image processor and its tower do not match, or memory runs out.
         """
         for picture in pictures.within(start, end):
             try:
                 self._features_of(picture)
+                continue
             except Exception as error:
                 if not out_of_memory(error):
                     raise
-                # Without its traceback, whose frames keep what the tower had made.
-                self._encode_with_room(picture)
+            # Out of the handler, whose traceback keeps the tensors of the failed attempt alive.
+            self._encode_after_release(picture)
 
-    def _encode_with_room(self, picture: Picture) -> None:
-        """After memory ran out: once more without what is kept of other pictures."""
+    def _encode_after_release(self, picture: Picture) -> None:
+        """Retry after running out of memory, without cached embeddings."""
         self.release()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -280,7 +282,7 @@ class Vision:
             raise RequestError(f"{why}, or lower TINKER_LOCAL_KV_CACHE_TOKENS", remote=f"{why}, or try again") from None
 
     def release(self) -> None:
-        """Free the embeddings that are kept. They are made again when they are needed."""
+        """Free the cached embeddings. They are computed again on demand."""
         while self._recent:
             self._drop_oldest()
 
@@ -288,7 +290,9 @@ class Vision:
         return self._features_of(self._known[content])
 
     def _features_of(self, picture: Picture) -> Features:
-        """Only on the engine's worker. The bound of what is kept holds between passes (`_trim`): one needs all its pictures."""
+        """A picture's embeddings, cached. Only on the engine's worker. The cache is trimmed between passes (`_trim`), because a
+        pass needs all its pictures.
+        """
         features = picture.features
         if features is None:
             features = picture.features = self._run_tower(picture)
@@ -310,25 +314,25 @@ class Vision:
     def _run_tower(self, picture: Picture) -> Features:
         self.encoded += 1
         with self._lock:
-            given = self._inputs.take(picture.content)
-        if given is None:
-            given = self._files.decode(picture.data, "a picture").inputs
-        with torch.inference_mode(False), torch.no_grad():  # training reads them too
-            inputs = {key: value.to(self._device) for key, value in given.items()}
+            decoded = self._inputs.take(picture.content)
+        if decoded is None:
+            decoded = self._files.decode(picture.data, "a picture").inputs
+        with torch.inference_mode(False), torch.no_grad():  # training reads the embeddings too
+            inputs = {key: value.to(self._device) for key, value in decoded.items()}
             output = self._body.get_image_features(**inputs, return_dict=True)
             embeddings_NH = torch.cat([*output.pooler_output]).flatten(0, -2)
             deeper = getattr(output, "deepstack_features", None)
             deeper_LNH = None if not deeper else torch.stack([torch.cat([*layer]) for layer in deeper])
         if len(embeddings_NH) != picture.positions:
             raise RequestError(
-                f"the vision tower of model {self._name!r} makes {len(embeddings_NH)} embeddings of a picture that takes "
-                f"{picture.positions} tokens: its preprocessor_config.json does not fit its config.json"
+                f"the vision tower of model {self._name!r} returned {len(embeddings_NH)} embeddings for a picture of "
+                f"{picture.positions} tokens: its preprocessor_config.json does not match its config.json"
             )
         return Features(embeddings_NH, deeper_LNH)
 
 
 class _WaitingInputs:
-    """Inputs of the tower by content, up to INPUT_BYTES; those that came first make room."""
+    """Inputs of the tower by content, up to INPUT_BYTES; the oldest are evicted first."""
 
     def __init__(self) -> None:
         self._by_content: OrderedDict[int, dict[str, torch.Tensor]] = OrderedDict()
@@ -342,10 +346,10 @@ class _WaitingInputs:
             self._bytes -= _bytes_of(self._by_content.popitem(last=False)[1])
 
     def take(self, content: int) -> dict[str, torch.Tensor] | None:
-        """They are gone afterwards. None: there are none."""
-        found = self._by_content.pop(content, None)
-        self._bytes -= 0 if found is None else _bytes_of(found)
-        return found
+        """Remove and return the inputs; None if there are none."""
+        inputs = self._by_content.pop(content, None)
+        self._bytes -= 0 if inputs is None else _bytes_of(inputs)
+        return inputs
 
 
 def _bytes_of(inputs: dict[str, torch.Tensor]) -> int:
@@ -353,6 +357,6 @@ def _bytes_of(inputs: dict[str, torch.Tensor]) -> int:
 
 
 def _kept_bytes(picture: Picture) -> int:
-    """Of its file, too, which whoever keeps the picture keeps alive."""
+    """Bytes of its embeddings and its file, both of which a cached picture keeps alive."""
     assert picture.features is not None
     return picture.features.nbytes + len(picture.data)

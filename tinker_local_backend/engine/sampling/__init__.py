@@ -1,1 +1,1 @@
-"""From requests to tokens: which prompts are computed when, what the KV cache holds, and which token is drawn."""
+"""Sampling: scheduling, prefill, decoding, pages of the KV cache, and the choice of tokens."""

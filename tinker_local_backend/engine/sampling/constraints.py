@@ -1,8 +1,8 @@
 """Compiled constraints: which tokens may come next, as packed bits, for the rows of a batch.
 
-llguidance does the work (an optional dependency, the extra `constrain`). It computes a mask from the state of its parser, in
-tens of microseconds, and needs no table of all states; it refuses what it does not implement of JSON schema. Stop tokens are
-ours: a stop token is allowed exactly where the text so far is complete, whatever the grammar says of its text.
+llguidance (an optional dependency, the extra `constrain`) computes a mask from its parser state in tens of microseconds,
+without a table of all states. It refuses the parts of JSON schema that it does not implement. Stop tokens are handled here: a
+stop token is allowed exactly where the text so far is complete, whatever the grammar says about its text.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.errors import RequestError
 
 MAX_GRAMMARS = 64
-"""Compiled constraints that are kept per model, the least recently used first to go."""
+"""Compiled constraints cached per model, in LRU order."""
 
 PARALLEL_ROWS = 8
-"""Rows from which on masks are computed on several threads."""
+"""Minimum number of rows for which masks are computed on several threads."""
 
 Bits = npt.NDArray[np.int32]
 """Bit i % 32 of word i // 32 is set if token i is allowed."""
 
 
 class Matcher:
-    """The state of one sample: what it has drawn so far, and what it may draw next.
+    """The constraint's state for one sample.
 
     Args:
         ends: tokens that end the sample; allowed exactly where the text is complete.
@@ -46,10 +46,10 @@ class Matcher:
         self.state, self.words, self._constraint, self._ends = state, words, constraint, frozenset(ends)
         self._cleared, self._set = _words({*self._ends, *own_ends}), _words(self._ends)
         self.problem: str | None = None
-        """why no token can follow; None: one can"""
+        """why no token can follow; None if one can"""
 
     def finish(self, bits_W: Bits) -> None:
-        """Put the stop tokens into the bits that llguidance computed. Sets `problem` if no bit is left."""
+        """Set or clear the stop tokens in the bits that llguidance computed. Sets `problem` if no bit is left."""
         accepts = self.state.is_accepting()
         for word, mask in self._cleared:
             bits_W[word] &= ~mask
@@ -64,7 +64,7 @@ class Matcher:
             bits_W[:] = 0
 
     def consume(self, token: int) -> bool:
-        """Go on with a drawn token that does not end the sample. Returns whether the constraint allows it."""
+        """Advance by a token that does not end the sample. Returns whether the constraint allows it."""
         return bool(self.state.consume_token(token))
 
     def allows(self, token: int, bits_W: Bits) -> bool:
@@ -75,7 +75,7 @@ class Matcher:
 
     def _fail(self, why: str) -> None:
         kind = self._constraint.kind
-        self.problem = f"constraint {kind} cannot go on here: {why.strip():.500}; change it, or the stop tokens"
+        self.problem = f"constraint {kind} cannot continue here: {why.strip():.500}; change it, or the stop tokens"
 
 
 class Grammar:
@@ -102,7 +102,7 @@ def _source(matcher: Any, constraint: Constraint) -> str:
             return matcher.grammar_from_json_schema(value, defaults=ONE_LINE)
         if constraint.kind == "regex":
             return matcher.grammar_from_regex(value)
-        if constraint.kind == "choices":  # a text of a Lark grammar has the syntax of one of JSON
+        if constraint.kind == "choices":  # Lark string literals have JSON's syntax
             return matcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, value)))
         return matcher.grammar_from_lark(value)
     except ValueError as error:
@@ -112,7 +112,7 @@ def _source(matcher: Any, constraint: Constraint) -> str:
 
 
 class _Vocabulary:
-    """The tokens of a model as llguidance knows them, and the constraints that were compiled for them."""
+    """A model's tokens in llguidance's form, and a cache of the constraints compiled for them."""
 
     def __init__(self, model: BaseModel):
         self.library = _library()
@@ -136,9 +136,9 @@ class _Vocabulary:
     def grammar(self, constraint: Constraint) -> Grammar:
         key = constraint.key
         with self._lock:
-            if (found := self._grammars.get(key)) is not None:
+            if (cached := self._grammars.get(key)) is not None:
                 self._grammars.move_to_end(key)
-                return found
+                return cached
         grammar = Grammar(constraint, self)  # without the lock: it may take a second
         with self._lock:
             grammar = self._grammars.setdefault(key, grammar)
@@ -152,7 +152,7 @@ _lock = threading.Lock()
 
 
 def grammar_of(constraint: Constraint, model: BaseModel) -> Grammar:
-    """The constraint compiled for the model's tokens, or the copy that was compiled before. On any thread.
+    """The constraint compiled for the model's tokens, from the cache if it is there. Thread-safe.
 
     Raises:
         RequestError: llguidance is missing, or cannot compile this constraint or use this tokenizer.
@@ -160,15 +160,15 @@ def grammar_of(constraint: Constraint, model: BaseModel) -> Grammar:
     with _lock:
         vocabulary = _vocabularies.get(model)
     if vocabulary is None:
-        made = _Vocabulary(model)  # without the lock: for a large vocabulary it takes seconds
+        new = _Vocabulary(model)  # without the lock: for a large vocabulary it takes seconds
         with _lock:
-            vocabulary = _vocabularies.setdefault(model, made)
+            vocabulary = _vocabularies.setdefault(model, new)
     return vocabulary.grammar(constraint)
 
 
 @cache
 def _executor(process: int, threads: int) -> Any:
-    """As many threads as torch has, in this process: those of a parent do not survive a fork."""
+    """An executor with as many threads as torch. One per process: threads do not survive a fork."""
     return _library().LLExecutor(threads)
 
 
@@ -183,7 +183,7 @@ def _library() -> Any:
 
 
 def masks_of(matchers: Sequence[Matcher | None]) -> Bits:
-    """The allowed tokens of each row, (rows, words); all of them where a row has no constraint. At least one row has one."""
+    """The allowed tokens of each row, (rows, words): all for a row without a constraint. At least one row must have one."""
     rows = [(i, matcher) for i, matcher in enumerate(matchers) if matcher is not None]
     words = rows[0][1].words
     bits_RW = np.full((len(matchers), words), -1, dtype=np.int32)
@@ -200,5 +200,5 @@ def masks_of(matchers: Sequence[Matcher | None]) -> Bits:
 
 
 def _words(tokens: Iterable[int]) -> list[tuple[int, Any]]:
-    """For each token its word, and an int32 with its bit."""
+    """(index of the word, int32 with the token's bit) for each token."""
     return [(token // 32, np.array(1 << token % 32, dtype=np.uint32).view(np.int32)[()]) for token in tokens]

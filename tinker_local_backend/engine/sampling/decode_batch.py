@@ -1,7 +1,7 @@
 """The running sequences in batches: the arrays that a decode step needs, updated as sequences start, grow and end.
 
-A few rows in one batch with hundreds of another tenant's decode at the pace of hundreds. Where many run, tenants take turns:
-each of n tenants then takes about n times as long as alone, whatever the others ask for.
+A few rows batched with hundreds of another tenant's rows decode as slowly as hundreds. So tenants take turns when many
+sequences run: each of n tenants then takes about n times as long as alone, whatever the others submit.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from tinker_local_backend.engine.sampling.token_choice import RowParams, next_ch
 
 @dataclass(eq=False)
 class Running:
-    """A sequence that has pages of the KV cache."""
+    """A sequence that is being decoded and has pages of the KV cache."""
 
     ticket: Ticket
     index: int
-    """of the sample"""
+    """of the sample in its request"""
     sequence: SampledSequence
     seed: int
     table: PageTable
@@ -43,7 +43,7 @@ class Running:
     logits: LogitState | None = None
     """its state under the request's logit rules"""
     has_nan: bool = False
-    """the model gave NaN, which its pages hold"""
+    """the model computed NaN, so its pages must be invalidated"""
 
     @property
     def length(self) -> int:
@@ -52,13 +52,13 @@ class Running:
 
     @property
     def shift(self) -> int:
-        """What is added to the index of a token behind the prompt to get its position."""
+        """The position of a completion token minus its index."""
         pictures = self.ticket.request.pictures
         return 0 if pictures is None else pictures.shift
 
     @property
     def age(self) -> tuple[int, int]:
-        """Larger for younger ones."""
+        """Larger for younger sequences."""
         return self.ticket.order, self.index
 
     @property
@@ -70,9 +70,9 @@ class Running:
 _ROW = np.dtype(
     [
         ("length", np.int64),
-        ("shift", np.int64),  # of positions, behind pictures
-        ("end", np.int64),  # tokens that have room
-        ("start", np.int64),  # of the first page
+        ("shift", np.int64),  # position minus token index
+        ("end", np.int64),  # position after the last page
+        ("start", np.int64),  # position of the first page
         ("pages", np.int64),
         ("state", np.int64),  # slot; -1: none
         ("drawn", np.uint64),
@@ -90,7 +90,7 @@ _ROW = np.dtype(
 
 
 class DecodeBatch:
-    """Sequences that get their next token together, row by row."""
+    """Sequences that are decoded together, one per row."""
 
     def __init__(self, rows: Sequence[Running], device: torch.device):
         self.rows = list(rows)
@@ -99,15 +99,15 @@ class DecodeBatch:
         self._slots_N = _slots(self.rows)
         self._spans: Spans | None = None
         self._versions: list[tuple[SamplingRequest, int]] = []
-        """of in-flight weights, when the spans were made"""
+        """of in-flight weights, when the spans were computed"""
         self._params: RowParams | None = None
         self._tables: Tables | None = None
         self._moves: int | None = None
-        """of the pool, when the slots were read"""
+        """`PagePool.moves` when the slots were read"""
 
     @contextmanager
     def recording(self) -> Iterator[Recording | None]:
-        """Around a pass of these rows: keeps the choice of experts for the tokens that it feeds. None: no request asks for it."""
+        """Record the routes (chosen experts) of a pass over these rows. Yields None if no request asks for them."""
         recording = Recording() if any(row.ticket.request.record_routes for row in self.rows) else None
         yield recording
         if recording is not None:
@@ -121,7 +121,7 @@ class DecodeBatch:
         return self._column("length")
 
     def positions_R(self, lengths_R: torch.Tensor) -> torch.Tensor:
-        """The positions of the tokens that the next step feeds, behind sequences of these lengths."""
+        """The positions of the next step's input tokens, after sequences of these lengths."""
         shift_R = self._columns["shift"]
         return lengths_R + torch.from_numpy(shift_R.copy()).to(self._device) if shift_R.any() else lengths_R
 
@@ -132,12 +132,12 @@ class DecodeBatch:
 
     @property
     def drawn_R(self) -> npt.NDArray[np.uint64]:
-        """Tokens drawn so far, which is the position of the next one in its completion."""
+        """Tokens drawn so far: the index of the next one in its completion."""
         return self._column("drawn")
 
     @property
     def newest_R(self) -> torch.Tensor:
-        """The tokens that the next step feeds, int64."""
+        """The next step's input tokens, int64."""
         return torch.from_numpy(self._column("newest")).to(self._device)
 
     @property
@@ -145,7 +145,7 @@ class DecodeBatch:
         return bool(self._columns["topk_logprobs"].any())
 
     def allowed_tokens(self) -> Bits | None:
-        """The tokens that each row may draw next, (rows, words); None if no row has a constraint."""
+        """Bits of the allowed tokens of each row, (rows, words); None if no row has a constraint."""
         return masks_of([row.matcher for row in self.rows]) if self._columns["constrained"].any() else None
 
     @property
@@ -156,7 +156,7 @@ class DecodeBatch:
     def draw_changed(
         self, tempered_RV: torch.Tensor, allowed_RW: Bits | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Tokens, logprobs and logprobs among the allowed tokens of a batch that changes logits (see choose_changed)."""
+        """`choose_changed` for a batch that changes logits: tokens, logprobs, and logprobs among the allowed tokens."""
         changed_RV = changed_logits(tempered_RV, self.params.rules.divisors_R, [row.logits for row in self.rows])
         is_changed_R = self._column("changed")
         return next_changed_tokens(tempered_RV, changed_RV, is_changed_R, self.params, self.drawn_R, allowed_RW)
@@ -180,7 +180,7 @@ class DecodeBatch:
         return self._params
 
     def tables(self, store: PageStore) -> Tables:
-        """The page tables, after compacting pages that lie too far apart in the store."""
+        """The page tables, after compacting pages if they are too scattered in the store."""
         if self._moves != store.pool.moves:  # another batch has moved pages
             self._slots_N, self._tables, self._moves = _slots(self.rows), None, store.pool.moves
         if self._tables is None:
@@ -206,11 +206,11 @@ class DecodeBatch:
         self._columns["length"] += 1
 
     def near_end(self, tokens: int) -> list[int]:
-        """Indices of rows whose last page has room for at most so many tokens."""
+        """Indices of rows whose last page has room for at most `tokens` tokens."""
         return np.flatnonzero(self._columns["length"] + tokens >= self._columns["end"]).tolist()
 
     def grow(self, rows: Sequence[Running]) -> None:
-        """The tables of these rows have a new last page each, and may have lost pages at their beginning."""
+        """Update the tables of these rows: each has a new last page, and may have dropped its first ones."""
         grown = {id(row) for row in rows}
         indices = [i for i, row in enumerate(self.rows) if id(row) in grown]
         tables = [self.rows[i].table for i in indices]
@@ -226,7 +226,7 @@ class DecodeBatch:
         self._tables = None
 
     def remove(self, ended: Sequence[Running]) -> None:
-        """Remove those of these rows that are in the batch."""
+        """Remove the given rows, except those that are not in the batch."""
         ids = {id(row) for row in ended}
         kept_R = np.fromiter((id(row) not in ids for row in self.rows), np.bool_, len(self.rows))
         if kept_R.all():
@@ -295,7 +295,7 @@ class DecodeBatches:
         return self.batches[group]
 
     def _groups(self, rows: Counter[str]) -> list[frozenset[str]]:
-        """Tenants that decode in one batch: those with few rows, as long as they hardly slow each other down."""
+        """Groups of tenants that decode in one batch: tenants with few rows share one, as they hardly slow each other down."""
         groups: list[frozenset[str]] = []
         together: set[str] = set()
         for tenant, _ in sorted(rows.items(), key=lambda item: (item[1], item[0])):
@@ -306,13 +306,13 @@ class DecodeBatches:
         return [*groups, frozenset(together)]
 
     def charge(self, rows: Sequence[Running], tokens: int = 1) -> None:
-        """Charge the tenants of these rows for so many tokens each, and for their part of the fixed cost of a step."""
+        """Charge the tenants of these rows for `tokens` tokens per row, and for their share of a step's fixed cost."""
         counts = Counter(tenant_of(row.ticket) for row in rows)
         for tenant, count in counts.items():
             self._waiting.charge_drawn(tenant, tokens * (count + self._overhead * count // len(rows)))
 
     def extend(self, batch: DecodeBatch) -> None:
-        """Append the rows of this batch to those of their tenants."""
+        """Append the rows of this batch to the batches of their tenants."""
         for group, other in self.batches.items():
             rows = [row for row in batch.rows if tenant_of(row.ticket) in group]
             if len(rows) == len(batch.rows):
@@ -321,7 +321,7 @@ class DecodeBatches:
                 other.extend(DecodeBatch(rows, self._device))
 
     def remove(self, ended: Sequence[Running]) -> None:
-        """Remove rows that have ended or were preempted."""
+        """Remove rows that have finished or were preempted."""
         for batch in self.batches.values():
             batch.remove(ended)
 

@@ -2,7 +2,7 @@
 
 `Generator.step()` decodes one token for the running sequences, then prefills admitted prompts, in passes that are short enough
 not to hold up the running ones. A tenant's requests are admitted in order of arrival, tenants in turns (scheduler.py,
-shares.py); tenants also take turns in decoding where many sequences run (decode_batch.py). Sequences allocate pages of the KV
+shares.py); tenants also take turns in decoding when many sequences run (decode_batch.py). Sequences allocate pages of the KV
 cache as they grow; when none is left, one is preempted (preemption.py).
 """
 
@@ -33,7 +33,7 @@ from tinker_local_backend.engine.sampling.token_choice import mix_seed, next_all
 from tinker_local_backend.errors import ReplicaError, RequestError, SamplingError
 
 TOKENS_PER_SCORING = 16
-"""Tokens that running sequences draw between two passes of prompts that are only scored: such a pass takes long."""
+"""Tokens that running sequences draw between two scoring-only prefill passes, which take long."""
 
 AHEAD = PAGE_TOKENS // 4
 """Tokens before the end of its last page at which a sequence may get the next one."""
@@ -44,11 +44,11 @@ class Generator:
 
     Args:
         kv_budget_tokens: bound on the tokens of the KV cache, rounded up to whole pages; requests beyond it wait.
-        prefill_tokens: prompts are prefilled in passes of at most this many tokens; None: what is fastest on the device.
-        random_seed: draws a seed for a request that names none.
+        prefill_tokens: bound on the tokens of a prefill pass; None: the fastest size for the device.
+        random_seed: draws a seed for a request without one.
     """
 
-    fixed_pages = False  # the KV cache is allocated once
+    fixed_pages = False  # whether the KV cache is allocated once and never resized
     tokens_per_step = 1
     step_overhead = 8
     """The fixed cost of a step, in rows."""
@@ -65,7 +65,7 @@ class Generator:
         self.limits = SamplerLimits(kv_budget_tokens)
         pages = pages_for(kv_budget_tokens)
         self._cache = model.new_cache(pages if self.fixed_pages else None)
-        # States may take as much memory as the pages; half of it is left for those that are kept.
+        # States may take as much memory as the pages; half of it is left for cached ones.
         self._states = StatePool.of(model.new_states(), kv_budget_tokens * model.kv_bytes_per_token())
         max_running = max_running if self._states is None else min(max_running, self._states.limit // 2)
         self._pool = PagePool(pages, self.fixed_pages, self._states)
@@ -77,10 +77,10 @@ class Generator:
         self._waits = WaitTimes()
         self._restarts = self._failures = 0
         self._until_scoring = 0
-        """tokens that each running sequence draws before the next prompt is only scored"""
+        """tokens that each running sequence still draws before the next scoring-only prompt"""
 
     def _new_store(self, pages: int) -> PageStore:
-        """An empty store, for a prompt that is too long for the shared one."""
+        """An empty store, for a prompt too long for the shared one."""
         return PageStore(PagePool(pages), self._model.new_cache(), self._states)
 
     @property
@@ -108,10 +108,10 @@ class Generator:
         self._scheduler.add(ticket)
 
     def evict_prefixes(self, tenant: str = "") -> None:
-        """Drop a tenant's cached prefixes and, with nothing else there, the memory of the KV cache. "": those of all tenants.
+        """Evict a tenant's cached prefixes ("": all tenants'), and free the KV cache if it is then empty.
 
-        Called before training and before a state is saved: training needs memory, and whatever is sampled afterwards must
-        not depend on what was sampled before (a resumed run has none of it).
+        Called before training and before a state is saved: training needs the memory, and later samples must not depend on
+        earlier ones (a resumed run has no cached prefixes).
         """
         self._pool.evict(lambda scope: not tenant or not scope or scope[0] in ("", tenant))
         if self._pool.capacity == 0:
@@ -126,9 +126,8 @@ class Generator:
 
     @torch.inference_mode()
     def step(self) -> Mapping[str, int]:
-        """Decode one token for the running sequences whose turn it is, then prefill what is admitted.
-
-        Returns the tokens charged to each tenant.
+        """Decode one token for the batch whose turn it is, then prefill the admitted prompts. Returns the tokens charged to
+        each tenant.
         """
         tasks: list[PrefillTask] = []
         self._scheduler.waiting.spent.clear()
@@ -142,7 +141,7 @@ class Generator:
             if tasks:
                 self._prefill(tasks)
         except Exception as error:
-            # One pass serves many requests; if it fails, none of its sequences can go on.
+            # One pass serves many requests; if it fails, none of its sequences can continue.
             tasks += [task for task in self._scheduler.chunked if task not in tasks]
             rows = max(len(self._running), sum(task.samples for task in tasks))
             affected = sorted(self._drop_all(tasks), key=lambda ticket: ticket.order)
@@ -155,15 +154,15 @@ class Generator:
         else:
             self._backoff.succeeded()
             self._set_soft_limits()
-            if not self.busy:  # so that neither memory nor rounding depends on what was sampled before
+            if not self.busy:  # so that neither memory nor rounding depends on earlier samples
                 self._model.free_prepared()
         return self._scheduler.waiting.spent
 
     def _recover(self, affected: Sequence[Ticket], rows: int, error: Exception) -> None:
-        """Out of memory: restart the requests, fewer at a time. Any other error goes to each of them."""
+        """Out of memory: restart the requests, fewer at a time. Any other error fails all of them."""
         retry = out_of_memory(error) and (rows > 1 or self._backoff.prefill_tokens > 1)
         if not retry:
-            # As text: the traceback's frames would keep the failed pass's tensors alive.
+            # Text only: the traceback's frames would keep the failed pass's tensors alive.
             cause = f"a sampling pass failed: {type(error).__name__}: {error}"
             remote = "a sampling pass failed; try again"
             if out_of_memory(error):
@@ -193,7 +192,7 @@ class Generator:
             ticket.finish(error)
 
     def _drop_all(self, tasks: Sequence[PrefillTask]) -> list[Ticket]:
-        """Drop the running sequences and the prompts in chunks. Returns the requests of the sequences and of these tasks."""
+        """Drop all running sequences and chunked prompts. Returns the requests of the sequences and of these tasks."""
         tickets = [*(row.ticket for row in self._running), *(ticket for task in tasks for ticket, _ in task.entries)]
         self._running, self._scheduler.chunked = [], []
         self._batches.clear()
@@ -210,7 +209,7 @@ class Generator:
     # Preemption
 
     def _may_score(self) -> bool:
-        """Whether prompts that are only scored may be admitted: running sequences draw some tokens after each such pass."""
+        """Whether scoring-only prompts may be admitted: running sequences draw some tokens after each such pass."""
         if not self._running:
             return True
         self._until_scoring = max(0, self._until_scoring - self.tokens_per_step)
@@ -295,7 +294,7 @@ class Generator:
         return has_nan
 
     def _start(self, task: PrefillTask) -> list[Running]:
-        """Sequences for the samples of a computed prompt. The first appends to the last page, the others to copies."""
+        """Sequences for the samples of a prefilled prompt. The first appends to the last page, the others to copies of it."""
         table, length = task.table, len(task.request.prompt)
         begun = length % PAGE_TOKENS > 0
         whole = table.pages[:-1] if begun else table.pages
@@ -349,9 +348,8 @@ class Generator:
         self._emit(batch, hidden_RH)
 
     def _allocate_pages(self, batch: DecodeBatch) -> None:
-        """Give a page to each sequence whose last one is full; preempt where the pool is full.
-
-        Where there are enough, sequences that will need one soon get it now, so that tables change together and seldom.
+        """Allocate a page for each sequence whose last one is full; preempt sequences if the pool is full. If there are enough
+        pages, sequences near the end of a page get the next one too, so that tables change rarely.
         """
         growing = batch.near_end(0)
         if not growing:
@@ -374,38 +372,40 @@ class Generator:
             batch.grow(growing)
 
     def _free_unseen(self, table: PageTable, length: int, store: PageStore) -> None:
-        """Free the pages that no layer sees from position `length` on."""
+        """Free the pages that are outside every layer's window at position `length`."""
         window = self._model.sliding_window
         if window is not None and (unseen := table.drop_before(length - window + 1)):
             store.free(unseen)
 
     def _emit(self, batch: DecodeBatch, hidden_RH: torch.Tensor) -> None:
-        """Sample one token for each of these rows, and remove those that end."""
+        """Sample one token for each of these rows, and remove the finished ones."""
         logits_RV = self._model.logits(hidden_RH, batch.spans)
-        among: list[float] | None = None
+        constrained: list[float] | None = None
         allowed_RW = batch.allowed_tokens()
         if batch.changes_logits:
             tempered_RV = tempered(logits_RV, batch.params.rules)
-            tokens_R, logprobs_R, among_R = batch.draw_changed(tempered_RV, allowed_RW)
-            among = None if allowed_RW is None else among_R.tolist()
+            tokens_R, logprobs_R, constrained_R = batch.draw_changed(tempered_RV, allowed_RW)
+            constrained = None if allowed_RW is None else constrained_R.tolist()
         elif allowed_RW is None:
             tokens_R, logprobs_R, tempered_RV = next_tokens(logits_RV, batch.params, batch.drawn_R)
         else:
             choice = next_allowed_tokens(logits_RV, batch.params, batch.drawn_R, allowed_RW)
-            tokens_R, logprobs_R, tempered_RV, among = *choice[:3], choice[3].tolist()
+            tokens_R, logprobs_R, tempered_RV, constrained = *choice[:3], choice[3].tolist()
         if batch.asks_topk:
             record_topk(batch.rows, tempered_RV)
         batch.advance(tokens_R)
-        if finished := self._append(batch.rows, tokens_R.tolist(), logprobs_R.tolist(), among):
+        if finished := self._append(batch.rows, tokens_R.tolist(), logprobs_R.tolist(), constrained):
             batch.remove(finished)
 
     def _append(
-        self, rows: Sequence[Running], tokens: Sequence[int], logprobs: Sequence[float], among: Sequence[float] | None
+        self,
+        rows: Sequence[Running],
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        constrained: Sequence[float] | None,
     ) -> list[Running]:
-        """Append one token to each of these rows. Removes and returns those that end with it.
-
-        Args:
-            among: logprobs among the allowed tokens, if some row has a constraint.
+        """Append one token to each of these rows. Removes and returns the finished ones. `constrained`: logprobs among the
+        allowed tokens, if some row has a constraint.
         """
         finished: list[Running] = []
         for i, (row, token, logprob) in enumerate(zip(rows, tokens, logprobs, strict=True)):
@@ -419,8 +419,8 @@ class Generator:
                 row.ticket.finish(diverged(f"after {row.length + 1} tokens"))
                 finished.append(row)
                 continue
-            if matcher is not None and among is not None:
-                row.sequence.constrained_logprobs.append(among[i])
+            if matcher is not None and constrained is not None:
+                row.sequence.constrained_logprobs.append(constrained[i])
             if append_token(row.sequence, token, logprob, row.ticket.request, self._model.tokenizer):
                 finished.append(row)
                 continue
@@ -435,7 +435,7 @@ class Generator:
         return finished
 
     def _remove(self, rows: Sequence[Running]) -> None:
-        """End these sequences; their pages stay in the prefix cache until they are needed."""
+        """End these sequences. Their pages stay in the prefix cache until they are evicted."""
         ended = {id(row) for row in rows}
         self._running = [row for row in self._running if id(row) not in ended]
         self._batches.remove(rows)

@@ -1,8 +1,8 @@
 """Weights that change while sequences are sampled from them: `save_weights_and_get_sampling_client(kind="inflight")`.
 
-A training client has one published adapter. Its in-flight sampling clients all sample from it, and running sequences go on with
-a newly published one at their next token. Their KV cache stays, with what the earlier weights computed. Each token says which
-weights drew it.
+A training client has one published adapter. All its in-flight sampling clients sample from it, and running sequences switch to
+a newly published one at their next token. Their KV cache stays, with keys and values of the earlier weights. Each token records
+the version that drew it.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ class PublishedWeights:
 
     adapter: Adapter
     version: int = 0
-    """counts the adapters that were published"""
+    """number of adapters published so far"""
 
     def publish(self, adapter: Adapter) -> None:
-        """Let all samplers go on with this snapshot."""
+        """Switch all samplers to this snapshot."""
         self.adapter, self.version = adapter, self.version + 1
 
 
 @dataclass(frozen=True, eq=False)
 class InflightWeights:
-    """What one in-flight sampling client samples from. Each client shares cached prefixes with itself alone."""
+    """The weights of one in-flight sampling client. Clients do not share cached prefixes."""
 
     published: PublishedWeights

@@ -1,7 +1,8 @@
-"""Penalties, logit bias and min_tokens: changes of single logits that depend on what a sample has so far.
+"""Penalties, logit bias and min_tokens: changes of single logits that depend on a sample's tokens so far.
 
 The order is vLLM's: bias and min_tokens, then the repetition penalty, then frequency and presence. All are applied to
-logits / temperature, divided alike. The reported logprobs ignore them, as they ignore top-k.
+logits / temperature; bias, frequency and presence are divided by the temperature too. The reported logprobs ignore them, as
+they ignore top-k.
 """
 
 from __future__ import annotations
@@ -24,23 +25,23 @@ from tinker_local_backend.sampling_params import SamplingParams
 MAX_PENALTY = 2.0
 MAX_BIAS = 100.0
 MAX_REPETITION = 100.0
-"""Logits that are multiplied by it, or divided, stay finite in float32."""
+"""Multiplying or dividing a logit by it stays finite in float32."""
 
 
 @dataclass(frozen=True)
 class LogitRules:
-    """What a request changes in its logits (see SamplingParams)."""
+    """A request's changes of logits (see SamplingParams)."""
 
     presence: float = 0.0
     frequency: float = 0.0
     repetition: float = 1.0
     bias: tuple[tuple[int, float], ...] = ()
-    """token id and what is added to its logit; ids differ"""
+    """(token id, number added to its logit); ids are distinct"""
     min_tokens: int = 0
 
     @classmethod
     def of(cls, params: Any, vocabulary: int) -> LogitRules | None:
-        """Those of SamplingParams; None if they change nothing. Raises RequestError naming field, value and fix."""
+        """The rules in these SamplingParams; None if they change nothing. Raises RequestError naming field, value and fix."""
         if not isinstance(params, SamplingParams):
             return None
         penalties = params.presence_penalty, params.frequency_penalty
@@ -77,11 +78,11 @@ def _bias(logit_bias: object, vocabulary: int) -> tuple[tuple[int, float], ...]:
 
 
 class PromptLogits:
-    """The logits that change alike for all samples of a request, before any token is drawn.
+    """The changes of logits that all samples of a request share, before any token is drawn.
 
     Args:
         prompt: counts for the repetition penalty.
-        ends: the stop tokens, which `min_tokens` puts off.
+        ends: the stop tokens, which `min_tokens` delays.
     """
 
     def __init__(self, rules: LogitRules, prompt: Sequence[int], ends: Collection[int], device: torch.device):
@@ -96,23 +97,23 @@ class PromptLogits:
 
 
 class LogitState:
-    """The logits that change for one sample, with what it has so far."""
+    """The changes of one sample's logits after its tokens so far."""
 
     def __init__(self, shared: PromptLogits):
         self.shared = shared
         self._counts: Counter[int] = Counter()
         self._index: dict[int, int] = {}
         self.tokens = np.zeros(0, dtype=np.int64)
-        """drawn so far, distinct; empty without penalties"""
+        """distinct tokens drawn so far; empty without penalties"""
         self.bias, self.minus = np.zeros(0, dtype=np.float32), np.zeros(0, dtype=np.float32)
 
     @property
     def is_short(self) -> bool:
-        """Whether no stop token may follow yet."""
+        """Whether stop tokens are still forbidden."""
         return self._counts.total() < self.shared.rules.min_tokens
 
     def consume(self, token: int) -> None:
-        """Go on with a drawn token."""
+        """Advance by a drawn token."""
         rules = self.shared.rules
         self._counts[token] += 1
         if rules.presence == rules.frequency == 0 and rules.repetition == 1:
@@ -128,7 +129,7 @@ class LogitState:
 def changed_logits(
     tempered_RV: torch.Tensor, divisors_R: torch.Tensor, states: Sequence[LogitState | None]
 ) -> torch.Tensor:
-    """A copy of the tempered logits with the changes of these rows' states. None: a row without any."""
+    """A copy of the tempered logits with the changes of these rows' states. A state of None changes nothing."""
     rows = [(i, state) for i, state in enumerate(states) if state is not None]
     device, out_RV = tempered_RV.device, tempered_RV.clone()
 
@@ -139,7 +140,7 @@ def changed_logits(
         rows_S1 = tensor([i for i, state in rows if state.shared is shared])[:, None]
         values_SN = tempered_RV[rows_S1, shared.tokens] + shared.bias / divisors_R[rows_S1]
         out_RV[rows_S1, shared.tokens] = _scaled(values_SN, shared.scale)
-    # Over these: what is said of a token that was drawn is all that holds for it.
+    # Overwrites the prompt's changes: those of a drawn token include them.
     counts = [len(state.tokens) for _, state in rows]
     if sum(counts):
         row_N = tensor(np.repeat([i for i, _ in rows], counts))

@@ -1,4 +1,4 @@
-"""Recovery from running out of memory: a sampler lowers its bounds, and raises them again after steps without a failure."""
+"""Recovery from running out of memory: a sampler halves its bounds, and doubles them again after steps without a failure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class MemoryBackoff:
         return (self.running, self.prefill_tokens, self.pages) != self._max
 
     def reduce(self, rows: int, pages: int) -> None:
-        """Halve the bounds, after running out of memory with so many sequences and pages."""
+        """Halve the bounds after running out of memory with `rows` sequences and `pages` pages."""
         if rows > 1:  # with fewer, the prompts alone were too much
             self.running = max(1, rows // 2)
         self.prefill_tokens = max(1, self.prefill_tokens // 2)
@@ -38,7 +38,7 @@ class MemoryBackoff:
             self._patience = min(2 * self._patience, MAX_PATIENCE)
         self._successes, self._has_grown = 0, False
         logger.warning(
-            "out of memory with %d sequences; going on with at most %d, and %d prompt tokens in a pass",
+            "out of memory with %d sequences; continuing with at most %d, and %d prompt tokens in a pass",
             rows,
             self.running,
             self.prefill_tokens,
@@ -46,7 +46,7 @@ class MemoryBackoff:
 
     def succeeded(self) -> None:
         self._successes += 1
-        # Doubled bounds that held for a while show that there is memory again.
+        # After a successful increase, try the next one sooner.
         if self._successes < (PATIENCE if self._has_grown and self.reduced else self._patience):
             return
         self._successes = 0

@@ -1,8 +1,8 @@
 """The pages of the KV cache: which are free, and which sequences read the others.
 
-A sequence has a table of pages, each for `PAGE_TOKENS` tokens. Full pages of a common prefix are shared, with a count of their
-readers; no sequence writes to a page that another one reads. Pages without readers stay in the prefix cache (prefix_cache.py)
-until they are needed.
+A sequence has a table of pages, each for `PAGE_TOKENS` tokens. Full pages of a common prefix are shared and reference-counted;
+no sequence writes to a page that another one reads. Pages without readers stay in the prefix cache (prefix_cache.py) until
+they are evicted.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from tinker_local_backend.engine.sampling.prefix_cache import Page, PrefixCache,
 from tinker_local_backend.engine.sampling.state_pool import StatePool
 
 MIN_GROWTH, GROWTH_SHARE = 16, 2
-"""The pool grows by at least MIN_GROWTH pages and 1 / GROWTH_SHARE of its size: every growth copies the pages that exist."""
+"""The pool grows by at least MIN_GROWTH pages and 1 / GROWTH_SHARE of its size, because growing copies all pages."""
 
 
 @dataclass(eq=False, slots=True)
 class PageTable:
-    """The pages of one sequence in order. The first `dropped` are freed already: they are outside every layer's window."""
+    """The pages of one sequence in order. The first `dropped` are already freed: they are outside every layer's window."""
 
     pages: list[Page] = field(default_factory=list)
     dropped: int = 0
     state: int | None = None
-    """slot of the sequence's state, in a model with such layers"""
+    """slot of the sequence's recurrent state, in a model with such layers"""
 
     @property
     def start(self) -> int:
-        """Position of the first token that has a page."""
+        """Position of the first token in a page."""
         return self.dropped * PAGE_TOKENS
 
     @property
     def end(self) -> int:
-        """Tokens that have room."""
+        """Position after the last page."""
         return (self.dropped + len(self.pages)) * PAGE_TOKENS
 
     def drop_before(self, position: int) -> list[Page]:
@@ -58,20 +58,20 @@ class PagePool:
     """Allocates pages, counts their readers, and evicts the least recently used from the prefix cache.
 
     Args:
-        limit: bound on the pages. The pool begins empty and grows; `reset` and `evict` make it empty again.
-        fixed: the pool always has all of its pages.
-        states: kept for cached prefixes.
+        limit: bound on the pages. The pool starts empty and grows; `reset` and `evict` empty it again.
+        fixed: allocate all pages at once instead.
+        states: the pool of the states that are kept with cached prefixes.
     """
 
     def __init__(self, limit: int, fixed: bool = False, states: StatePool | None = None):
         self.limit = limit
         self.moves = 0
-        """how often pages have changed slots"""
+        """number of calls of `move`"""
         self._fixed = fixed
         self.soft_limit = limit
-        """the pool grows beyond so many pages only when there is no cached page left to evict"""
+        """the pool grows beyond this many pages only if no cached page is left to evict"""
         self.capacity = 0
-        """pages that exist; the tensors follow it (KVCache.resize)"""
+        """pages that exist; the tensors are resized to it (KVCache.resize)"""
         self._free: list[int] = []
         self._by_slot: list[Page | None] = []
         self.prefixes = PrefixCache(self._set_free, states)
@@ -98,12 +98,12 @@ class PagePool:
         return len(self.prefixes.idle)
 
     def allocate(self, count: int = 1) -> list[Page]:
-        """Pages with one reader each: free ones, else new ones, else the least recently used of the prefix cache.
+        """Pages with one reader each: free ones, then new ones, then the least recently used of the prefix cache.
 
-        Raises PoolFullError if that is not enough; nothing has changed then.
+        Raises PoolFullError, and changes nothing, if these are not enough.
         """
         if count > self.available:
-            raise PoolFullError(f"{count} pages wanted, {self.available} of {self.limit} available")
+            raise PoolFullError(f"{count} pages requested, {self.available} of {self.limit} available")
         self._grow(count - len(self._free), min(self.soft_limit, self.limit))
         while len(self._free) < count and self.prefixes.idle:
             self.prefixes.evict(next(iter(self.prefixes.idle)))
@@ -142,7 +142,7 @@ class PagePool:
         return erase
 
     def invalidate(self, pages: Iterable[Page]) -> list[int]:
-        """These hold NaN: evict them and their descendants. Returns the slots that must be erased now."""
+        """Evict pages that hold NaN, and their descendants. Returns the slots that must be erased now."""
         erase: list[int] = []
         for page in pages:
             page.has_nan = True
@@ -162,13 +162,13 @@ class PagePool:
         return [page.slot] if page.has_nan else []
 
     def evict(self, scopes: Callable[[Scope], bool] = lambda _: True) -> None:
-        """Drop these scopes from the prefix cache. Without any page in use or cached, the pool is empty again."""
+        """Evict these scopes from the prefix cache. The pool becomes empty if no page is read or cached any more."""
         self.prefixes.evict_scopes(scopes)
         if self.read == self.idle == 0:
             self.reset()
 
     def reset(self) -> None:
-        """Free every page, also those with readers."""
+        """Free every page, including those with readers."""
         self.capacity = 0
         self._free, self._by_slot = [], []
         self.prefixes.clear()
@@ -192,7 +192,7 @@ class PagePool:
 class PageStore:
     """A pool, the tensors that hold its pages, and the states of its sequences.
 
-    Each method does to pool and tensors what the pool's method of that name does.
+    Methods apply the pool's method of the same name to both the pool and the tensors.
     """
 
     pool: PagePool
@@ -214,7 +214,7 @@ class PageStore:
         kept: Sequence[tuple[int, int]],
         scope: Scope,
     ) -> None:
-        """Cache the pages with these tokens, and the states (tokens, slot) at some of their positions."""
+        """Insert the pages with these tokens into the prefix cache, and the states `kept`, as (number of tokens, slot)."""
         prefixes = self.pool.prefixes
         prefixes.insert(adapter, tokens, pages, scope)
         for count, slot in kept:
@@ -226,7 +226,7 @@ class PageStore:
                 self.states.keep(page, (count - 1) % PAGE_TOKENS + 1, slot)
 
     def end(self, table: PageTable) -> None:
-        """Free what a sequence has."""
+        """Free the pages and the state of a sequence."""
         self.free(table.pages)
         if self.states is not None and table.state is not None:
             self.states.free([table.state])

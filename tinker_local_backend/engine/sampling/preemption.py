@@ -1,4 +1,4 @@
-"""Preemption: which running sequences restart later, so that others get their pages or their row in the batch."""
+"""Preemption: which running sequences restart later, to free their pages or their rows of the batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tinker_local_backend.engine.sampling.shares import tenant_of
 
 
 def victim_for_pages(running: Sequence[Running], pages: int) -> Running:
-    """Which one to preempt when a pool of so many pages is full: the youngest of the tenants that hold more than their share."""
+    """The sequence to preempt when a pool of `pages` pages is full: the youngest of the tenants that exceed their share."""
     used: Counter[str] = Counter()
     for row in running:
         used[tenant_of(row.ticket)] += len(row.table.pages)
@@ -25,19 +25,19 @@ def victims_for_fairness(
 ) -> Iterator[Running]:
     """Sequences to preempt so that `first`, the next waiting request, gets its tenant's share of the batch and the pages.
 
-    They belong to tenants that have more than their share, and have drawn fewest tokens. The caller preempts each of them
-    before it takes the next: `running` and `pool` are read again.
+    They belong to tenants that exceed their share; those with the fewest drawn tokens come first. The caller must preempt each
+    one before it asks for the next: `running` and `pool` are read again.
     """
     tenant, rows = tenant_of(first), Counter(tenant_of(row.ticket) for row in running)
     present = rows.keys() | {tenant}
     if len(present) < 2:
         return
     row_share, page_share = max(1, max_running // len(present)), pool.limit // len(present)
-    wanted = min(len(first.todo), row_share - rows[tenant])
-    needed = min(page_share, pages_for(len(first.request.prompt)) + max(0, wanted))
+    requested = min(len(first.todo), row_share - rows[tenant])
+    needed = min(page_share, pages_for(len(first.request.prompt)) + max(0, requested))
     while running:
-        too_few_rows = wanted > max_running - len(running)
-        too_few_pages = wanted > 0 and needed > pool.available
+        too_few_rows = requested > max_running - len(running)
+        too_few_pages = requested > 0 and needed > pool.available
         others = [name for name in rows if name != tenant and rows[name]]
         if not others or not (too_few_rows or too_few_pages):
             return

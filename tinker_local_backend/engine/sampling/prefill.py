@@ -1,8 +1,7 @@
-"""Prefill: the pages that admitted prompts get, and the passes that compute them.
+"""Prefill: allocates pages for admitted prompts and plans the passes that compute them.
 
-A prompt is computed once for all its samples, a prefix that several prompts of a pass share once for all of them, and a
-cached prefix not at all. A long prompt is computed in chunks, one in each pass. `PromptScorer` turns hidden states into the
-scores of a prompt that a request asks for.
+A prompt is computed once for all its samples, a common prefix once for all prompts of a pass, and a cached prefix not at all.
+A long prompt is computed in chunks, one per pass. `PromptScorer` computes the requested prompt scores from hidden states.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.kv_cache import KVSlots
 from tinker_local_backend.engine.model.lora import Adapter, Spans, group_rows
-from tinker_local_backend.engine.model.packing import Packed, pack, placed_from, prefix_groups
+from tinker_local_backend.engine.model.packing import Packed, pack, positions_from, prefix_groups
 from tinker_local_backend.engine.model.pictures import FIRST_ID
 from tinker_local_backend.engine.sampling.constraints import grammar_of, masks_of
 from tinker_local_backend.engine.sampling.pages import PAGE_TOKENS, PagePool, PageStore, PageTable, pages_for
@@ -34,28 +33,28 @@ from tinker_local_backend.engine.sampling.token_choice import (
 
 @dataclass(eq=False)
 class PrefillTask:
-    """A prompt to compute under one snapshot, and the samples that start from it. Several requests may have the same prompt."""
+    """A prompt to prefill under one snapshot, and the samples that start from it. Several requests may have the same prompt."""
 
     request: SamplingRequest
     entries: list[tuple[Ticket, list[int]]]
-    """which samples of which request"""
+    """requests, with the indices of their samples"""
     store: PageStore
-    """where its pages are: the shared store, or its own for a prompt that is too long for that one"""
+    """the shared store, or a separate one for a prompt that is too long for it"""
     match: PrefixMatch
     """the cached prefix; this task is a reader of its pages"""
     end: int
-    """tokens that are computed after the next pass"""
+    """tokens computed after the next pass"""
     done: int = field(init=False)
-    """tokens that are computed before it"""
+    """tokens computed before it"""
     stored: bool = True
-    """its keys go into pages; False for a prompt that is only scored, in one pass"""
+    """its keys go into pages; False for a scoring-only prompt that fits in one pass"""
     in_place: bool = False
-    """appends to the cached tail page itself, because no page is left for a copy"""
+    """appends to the cached tail page in place, because no page is left for a copy"""
     table: PageTable = field(default_factory=PageTable)
     kept: list[tuple[int, int]] = field(default_factory=list)
     """(tokens, slot) of states that the next pass computes for the prefix cache"""
     first_written: int = 0
-    """the first token whose keys it writes: those before are in shared pages"""
+    """the first token whose keys it writes; earlier ones are in shared pages"""
     scorers: list[tuple[Ticket, PromptScorer]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -68,17 +67,17 @@ class PrefillTask:
 
     @property
     def whole(self) -> bool:
-        """The next pass computes the whole prompt."""
+        """Whether the next pass computes the whole prompt."""
         return self.done == 0 and self.complete
 
     @property
     def complete(self) -> bool:
-        """The next pass is the last one."""
+        """Whether the next pass is the last one."""
         return self.end == len(self.request.prompt)
 
     @property
     def cached(self) -> bool:
-        """What it computes goes into the prefix cache."""
+        """Whether its pages go into the prefix cache."""
         return self.stored and self.samples > 0 and not self.table.dropped
 
     def free(self) -> None:
@@ -89,9 +88,10 @@ class PrefillTask:
 
 
 def plan_pass(tasks: Sequence[PrefillTask], device: torch.device) -> tuple[Packed, Spans, KVSlots]:
-    """Plan one pass over the next chunk of each prompt. Whole prompts of one snapshot and scope share their common prefixes.
+    """Plan one pass over the next chunk of each prompt, and allocate its pages.
 
-    Allocates the pages. All tasks have the same store, whose pool must have room for them (scheduler.py checks that).
+    Whole prompts of one snapshot and scope share their common prefixes. All tasks have the same store, whose pool must have
+    room for them (scheduler.py checks that).
 
     Returns the tokens, with the rows of each task, their adapters, and the slots of their keys.
     """
@@ -99,7 +99,7 @@ def plan_pass(tasks: Sequence[PrefillTask], device: torch.device) -> tuple[Packe
     packed = Packed()
     rows_of: dict[int, np.ndarray] = {}
     adapters: list[Adapter | None] = []
-    # By adapter first: the rows of one are neighbours.
+    # By adapter first, so that the rows of one adapter are adjacent.
     by_adapter: dict[int, dict[Hashable, list[int]]] = {}
     for i, task in enumerate(tasks):
         by_scope = by_adapter.setdefault(id(task.request.adapter), {})
@@ -126,8 +126,8 @@ def _pack_whole(
 ) -> None:
     """Pack whole prompts of one snapshot and scope, and allocate their pages.
 
-    A state is of one length, and a prompt that comes again needs that before its last token, whose hidden state gives the
-    logits: so that token is a segment of its own.
+    The last token of a cached prompt is a separate segment: when the prompt is sampled again, its logits need the hidden state
+    of that token, so the state to keep is the one before it.
     """
     indices, states = [*tasks], store.states
     splits = {i: states is not None and task.cached for i, task in tasks.items()}
@@ -155,43 +155,49 @@ def _pack_whole(
             past, prompt = len(task.request.prompt) - 1, task.request.prompt
             table = _page_slots(task, device) if past else None
             begin, end = before_last.get(i), task.table.state
-            placed = _placed(task, past)
-            last = packed.append(prompt[-1:], past, table=table, state_from=begin, state_to=end, placed=placed)
+            positions_3N = _positions_from(task, past)
+            last = packed.append(
+                prompt[-1:], past, table=table, state_from=begin, state_to=end, positions_3N=positions_3N
+            )
             rows_of[i] = np.concatenate([rows_of[i], last])
 
 
 def _pack_chunk(task: PrefillTask, packed: Packed, device: torch.device) -> np.ndarray:
-    """Pack the next chunk of a prompt; its last token apart, as in `_pack_whole`. Returns its rows."""
+    """Pack the next chunk of a prompt, with its last token as a separate segment as in `_pack_whole`. Returns its rows."""
     chunk, table, state = task.request.prompt[task.done : task.end], _page_slots(task, device), task.table.state
     begin, states, before = state if task.done else None, task.store.states, len(chunk) - 1
-    # A state before the only token is that of the cached prefix, and still kept unless its page is appended to.
+    # The state before a chunk's only token is the cached prefix's, which stays cached unless its page is appended to.
     if states is None or state is None or not (task.complete and task.cached and (before or task.in_place)):
-        placed = _placed(task, task.done)
-        return packed.append(chunk, task.done, table=table, state_from=begin, state_to=state, placed=placed)
+        positions_3N = _positions_from(task, task.done)
+        return packed.append(chunk, task.done, table=table, state_from=begin, state_to=state, positions_3N=positions_3N)
     (kept,) = states.allocate() if before else states.copies(state, 1)
     task.kept.append((task.end - 1, kept))
     rows = np.zeros(0, dtype=np.int64)
     if before:
-        placed = _placed(task, task.done)
-        rows = packed.append(chunk[:-1], task.done, table=table, state_from=begin, state_to=kept, placed=placed)
-    placed = _placed(task, task.end - 1)
-    last = packed.append(chunk[-1:], task.end - 1, table=table, state_from=kept, state_to=state, placed=placed)
+        positions_3N = _positions_from(task, task.done)
+        rows = packed.append(
+            chunk[:-1], task.done, table=table, state_from=begin, state_to=kept, positions_3N=positions_3N
+        )
+    positions_3N = _positions_from(task, task.end - 1)
+    last = packed.append(
+        chunk[-1:], task.end - 1, table=table, state_from=kept, state_to=state, positions_3N=positions_3N
+    )
     return np.concatenate([rows, last])
 
 
-def _placed(task: PrefillTask, start: int) -> np.ndarray | None:
-    """The positions of a prompt from token `start` on, if they are not its indices."""
-    return placed_from([task.request.pictures], 0, start)
+def _positions_from(task: PrefillTask, start: int) -> np.ndarray | None:
+    """The positions of a prompt from token `start` on; None if they equal the token indices."""
+    return positions_from([task.request.pictures], 0, start)
 
 
 def _page_slots(task: PrefillTask, device: torch.device) -> torch.Tensor:
-    """The pages of a prompt. Dropped ones are outside the window; another page of the sequence fills their entries."""
+    """The slots of a prompt's pages. Entries of dropped pages, which are outside the window, hold its first page."""
     slots = [task.table.pages[0].slot] * task.table.dropped + [page.slot for page in task.table.pages]
     return torch.tensor(slots[: pages_for(task.end)], device=device)
 
 
 def _allocate_shared(tasks: Sequence[PrefillTask], prefix: int, pool: PagePool) -> None:
-    """Allocate pages for whole prompts with a common prefix of so many tokens, whose full pages are shared."""
+    """Allocate pages for whole prompts; they share the full pages of their common prefix of `prefix` tokens."""
     shared = prefix // PAGE_TOKENS
     for task in tasks:
         if task is not tasks[0]:
@@ -202,7 +208,7 @@ def _allocate_shared(tasks: Sequence[PrefillTask], prefix: int, pool: PagePool) 
 
 
 def _continue(task: PrefillTask) -> None:
-    """Allocate pages for the next chunk of a prompt whose first tokens are computed."""
+    """Allocate pages for the next chunk of a partly computed prompt."""
     store, pool, tail = task.store, task.store.pool, task.match.tail
     if tail is not None and task.done == task.match.tokens:  # copy it before writing to it
         if task.in_place:
@@ -234,14 +240,11 @@ def _kv_slots(tasks: Sequence[PrefillTask], rows_of: dict[int, np.ndarray], devi
 
 
 ALTERNATIVES_STREAM = 0xA17E
-"""Keeps the draws at prompt positions apart from those of the completions, which use the same request seed."""
+"""Separates the draws at prompt positions from those of completions, which use the same request seed."""
 
 
 class PromptScorer:
-    """Scores a prompt at temperature 1 from its hidden states, which may come in several pieces.
-
-    Draws are at the request's temperature.
-    """
+    """Scores a prompt at temperature 1 from its hidden states, chunk by chunk. Alternatives use the request's temperature."""
 
     def __init__(self, model: BaseModel, request: SamplingRequest, seed: int):
         self._model, self._request, self._seed = model, request, seed
@@ -267,7 +270,7 @@ class PromptScorer:
         self._seen = 0
 
     def add(self, hidden_NH: torch.Tensor) -> None:
-        """The hidden states of the next N tokens. Raises RequestError if the model gives NaN."""
+        """Score from the hidden states of the next N tokens. Raises RequestError if the logits are NaN."""
         offset, self._seen = self._seen, self._seen + len(hidden_NH)
         last = min(self._seen, len(self._request.prompt) - 1)  # hidden state i predicts token i + 1
         rows = self._model.head_weights(None).chunk_rows
@@ -287,15 +290,15 @@ class PromptScorer:
         if scores.logprobs is not None and len(scored):
             tokens = torch.tensor(request.prompt[window], device=scored.device)[:, None]
             is_text = tokens < FIRST_ID
-            found = scored.gather(1, tokens.where(is_text, 0)).where(is_text, torch.nan)  # a picture has no logprob
-            scores.logprobs[window] = found[:, 0].cpu().numpy()
+            values = scored.gather(1, tokens.where(is_text, 0)).where(is_text, torch.nan)  # a picture has no logprob
+            scores.logprobs[window] = values[:, 0].cpu().numpy()
         if scores.topk is not None and len(scored):
             values, ids = scored.topk(min(scoring.topk, self._model.vocab_size), dim=-1)
             scores.topk[0][window, : ids.shape[1]] = ids.cpu().numpy()
             scores.topk[1][window, : ids.shape[1]] = values.cpu().numpy()
         if scoring.targets is not None and scores.targets is not None:
-            wanted = torch.from_numpy(scoring.targets[start:end]).to(logprobs.device)
-            values = torch.where(wanted >= 0, logprobs.gather(1, wanted.clamp(min=0)), 0.0)
+            targets = torch.from_numpy(scoring.targets[start:end]).to(logprobs.device)
+            values = torch.where(targets >= 0, logprobs.gather(1, targets.clamp(min=0)), 0.0)
             scores.targets[start:end] = values.cpu().numpy()
         if scores.alternatives is not None:
             positions = np.arange(start, end, dtype=np.uint64)
@@ -308,18 +311,18 @@ class PromptScorer:
 
 
 class ForcedScorer:
-    """Scores a completion that a prompt ends with under its constraint, as if each token had been drawn there."""
+    """Scores the completion at the end of a prompt under its constraint, as if it had been sampled."""
 
     def __init__(self, forced: ForcedCompletion, prompt: Sequence[int], model: BaseModel):
         self._forced, self._prompt = forced, prompt
         self._matcher = grammar_of(forced.constraint, model).matcher(forced.ends)
         self._divisor = float(divisors_of(forced.temperature))
         self.logprobs = np.full(len(prompt) - forced.start, -np.inf, dtype=np.float32)
-        """-inf from the first token on that is not allowed"""
+        """-inf from the first forbidden token on"""
         self._forbidden = False
 
     def add(self, start: int, end: int, logits: torch.Tensor) -> None:
-        """The logits (end - start, vocabulary) that predict positions start + 1 .. end."""
+        """Score with the logits (end - start, vocabulary) that predict positions start + 1 .. end."""
         first = max(start, self._forced.start - 1)
         tokens, masks = self._prompt[first + 1 : end + 1], []
         for token in tokens:

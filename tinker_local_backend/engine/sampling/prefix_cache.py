@@ -1,8 +1,8 @@
 """The prefix cache: which pages of the KV cache hold which tokens, so that a prompt reuses its longest cached prefix.
 
-Pages are nodes of a tree. It has a root for each adapter and each scope, which is a group of requests that share prefixes; a
-page's children hold the tokens after it. A page stays cached after its sequence has ended, until the pool needs it.
-Nothing here touches a tensor (kv_cache.py does), and the pool (pages.py) decides what is freed.
+Pages are nodes of trees, with a root for each adapter and scope (a group of requests that share prefixes); a page's children
+hold the tokens after it. A page stays cached after its sequence has ended, until it is evicted. Tensors are in kv_cache.py, and
+the pool (pages.py) decides which pages to free.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from tinker_local_backend.engine.model.kv_cache import PAGE_TOKENS
 from tinker_local_backend.engine.model.packing import shared_prefix
 
 MIN_MATCH = 16
-"""A shorter common prefix is not worth a copy."""
+"""Minimum tokens of a match: a shorter one is not worth a copy."""
 
 CANDIDATES = 64
-"""Children compared token by token with the rest of a prompt, if none matches as a whole."""
+"""Most children to compare token by token with the rest of a prompt, if none matches as a whole."""
 
 Scope = tuple[str, ...]
-"""Equal for requests that share prefixes; the first part is their tenant, or "" for all."""
+"""Equal for requests that share prefixes; the first element is their tenant, or "" for all."""
 
 
 @dataclass(eq=False, slots=True)
@@ -36,23 +36,23 @@ class Page:
     tokens: tuple[int, ...] = ()
     """the key in its parent; shorter than a page while it is not full"""
     parent: Page | None = field(default=None, repr=False)
-    """None: not cached"""
+    """None if the page is not cached"""
     children: dict[tuple[int, ...], Page] = field(default_factory=dict, repr=False)
     states: dict[int, int] = field(default_factory=dict, repr=False)
-    """slots of the states that are kept after so many of its tokens (state_pool.py)"""
+    """number of its tokens -> slot of the state kept after them (state_pool.py)"""
     has_nan: bool = False
-    """must be erased before another sequence gets it"""
+    """must be erased before reuse"""
 
 
 @dataclass(frozen=True)
 class PrefixMatch:
-    """The prefix of a prompt that is cached: whole pages, and the first `tail_tokens` of another one."""
+    """The cached prefix of a prompt: whole pages, and the first `tail_tokens` of another one."""
 
     pages: tuple[Page, ...] = ()
     tail: Page | None = None
     tail_tokens: int = 0
     state: int | None = None
-    """slot of the state behind it, in a model with such layers"""
+    """slot of the state after it, in a model with such layers"""
 
     @property
     def tokens(self) -> int:
@@ -76,13 +76,13 @@ class PrefixCache:
 
     Args:
         free: takes an evicted page without readers, and returns the slots that must be erased.
-        states: of a model in which a prefix ends where a state is kept; None: anywhere.
+        states: of a model with recurrent states, whose matches end where a state is kept; None: they end anywhere.
     """
 
     def __init__(self, free: Callable[[Page], list[int]], states: KeptStates | None = None):
         self._free, self._states = free, states
         self._roots: dict[tuple[int, Scope], tuple[object, Page]] = {}
-        """by the identity of an adapter, which is kept alive, and by scope"""
+        """by id(adapter), which is kept alive, and scope"""
         self.idle: OrderedDict[Page, None] = OrderedDict()
         """cached pages without readers in LRU order, children before parents"""
 
@@ -112,7 +112,7 @@ class PrefixCache:
         return match if match.tokens >= MIN_MATCH else PrefixMatch()
 
     def _with_state(self, match: PrefixMatch) -> PrefixMatch:
-        """The part of a match up to the last kept state."""
+        """The match cut to its last kept state."""
         assert self._states is not None
         pages, tail, length = [*match.pages], match.tail, match.tail_tokens
         while tail is None or not length:
@@ -126,7 +126,7 @@ class PrefixCache:
         return PrefixMatch(tuple(pages), tail, length, tail.states[length])
 
     def page_at(self, adapter: object, tokens: Sequence[int], scope: Scope = ()) -> Page | None:
-        """The cached page with the last of these tokens, if they are cached as they are; of several the newest, as `lookup`."""
+        """The cached page with the last of these tokens, or None unless all are cached. Of several the newest, as in `lookup`."""
         _, page = self._roots.get((id(adapter), scope), (None, None))
         for start in range(0, len(tokens), PAGE_TOKENS):
             if page is None:
@@ -137,7 +137,7 @@ class PrefixCache:
         return page
 
     def insert(self, adapter: object, tokens: Sequence[int], pages: Sequence[Page], scope: Scope = ()) -> None:
-        """Cache the pages of a table, which together hold these tokens. An equal page that is cached already stays."""
+        """Cache the pages of a table, which together hold these tokens. A page that is already cached with them stays."""
         parent = self._roots.setdefault((id(adapter), scope), (adapter, Page(slot=-1)))[1]
         for i, page in enumerate(pages):
             key = tuple(tokens[i * PAGE_TOKENS : (i + 1) * PAGE_TOKENS])
@@ -185,5 +185,5 @@ class PrefixCache:
 
 
 def _last_state(page: Page, most: int) -> int:
-    """The most tokens of a page, at most so many, after which a state is kept; 0: none."""
+    """The largest number of tokens of a page, up to `most`, after which a state is kept; 0 if there is none."""
     return max((tokens for tokens in page.states if tokens <= most), default=0)

@@ -29,7 +29,7 @@ from tinker_local_backend.sampling_params import SamplingParams
 logger = logging.getLogger(__name__)
 
 MAX_RUNNING = 512
-"""Sequences that decode at a time."""
+"""Default bound on the sequences that decode together."""
 
 
 @dataclass(frozen=True)
@@ -42,19 +42,19 @@ class StopRule:
 
 @dataclass(frozen=True)
 class ForcedCompletion:
-    """A prompt's tokens from position `start` on are a completion under a constraint, which began there."""
+    """The tokens of a prompt from position `start` on are a completion, to be scored under this constraint."""
 
     constraint: Constraint
     start: int
     temperature: float
-    """of its logprobs; 0: that of temperature 1"""
+    """of its logprobs; 0 is scored at temperature 1"""
     ends: frozenset[int]
     """tokens that may end it"""
 
 
 @dataclass(frozen=True, eq=False)
 class PromptScoring:
-    """The scores to compute of a prompt of N tokens (see PromptScores). `last_n` limits `logprobs` and `topk`."""
+    """The scores to compute for a prompt of N tokens (see PromptScores). `last_n` limits `logprobs` and `topk`."""
 
     logprobs: bool = False
     topk: int = 0
@@ -65,25 +65,25 @@ class PromptScoring:
     forced: ForcedCompletion | None = None
 
     @property
-    def wanted(self) -> bool:
+    def requested(self) -> bool:
         some = self.logprobs or self.topk > 0 or self.targets is not None or self.alternatives > 0
         return some or self.forced is not None
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Who made a request, if several tenants share the engine. In process there is one tenant."""
+    """The tenant that made a request. In process there is only one."""
 
     tenant: str = ""
     """tenants take turns"""
     prefixes: tuple[str, ...] = ()
-    """only requests with equal ones share cached prefixes"""
+    """scope of the prefix cache: requests share cached prefixes only if it is equal"""
 
 
 @dataclass(frozen=True, eq=False)
 class SamplingRequest:
-    """A checked request: `num_samples` completions of one prompt under one snapshot, or under weights that change meanwhile;
-    0 samples only scores the prompt. Requests with the same `weights` share cached prefixes.
+    """A checked request: `num_samples` completions of one prompt under one snapshot or in-flight weights; with 0 samples it only
+    scores the prompt. Requests with the same `weights` share cached prefixes.
     """
 
     prompt: tuple[int, ...]
@@ -101,12 +101,12 @@ class SamplingRequest:
     scoring: PromptScoring = field(default_factory=PromptScoring)
     origin: Origin = Origin()
     constraint: Constraint | None = None
-    """its stop rule then names at least one token"""
+    """if given, the stop rule has at least one token"""
     logit_rules: LogitRules | None = None
     pictures: SequencePictures | None = None
-    """those of the prompt"""
+    """in the prompt"""
     record_routes: bool = False
-    """keep the choice of experts for each token"""
+    """keep the chosen experts of each token"""
 
     @property
     def adapter(self) -> Adapter | None:
@@ -128,7 +128,7 @@ class SamplerLimits:
     bound: str = "KV cache budget"
     fix: str = "raise TINKER_LOCAL_KV_CACHE_TOKENS"
     refusal: Callable[[SamplingRequest], str | None] = lambda request: None
-    """what is wrong with a request, and the fix; None: nothing"""
+    """why this sampler cannot run a request, with the fix; None if it can"""
 
 
 @cache
@@ -168,7 +168,7 @@ def sampling_request(
             _warn_bounded(limits, model.context_length)
     if room < 1:
         raise RequestError(
-            f"the prompt of {len(tokens)} tokens fills the context length {model.context_length}: nothing can be sampled behind "
+            f"the prompt of {len(tokens)} tokens fills the context length {model.context_length}: nothing can be sampled after "
             f"it; shorten the prompt by at least {1 - room}"
         )
     if max_tokens < 1:
@@ -231,7 +231,7 @@ def _check_min_tokens(request: SamplingRequest) -> None:
         raise RequestError(f"min_tokens {count} exceeds max_tokens {request.max_tokens}; lower it")
     other = "a stop string" if request.stop.texts else None if request.constraint is None else "a constraint"
     if count and other:
-        raise RequestError(f"min_tokens {count} cannot put off {other}; leave out one of the two, or stop at token ids")
+        raise RequestError(f"min_tokens {count} cannot delay {other}; leave out one of the two, or stop at token ids")
 
 
 def prompt_scoring(
@@ -288,7 +288,7 @@ def _target_ids(targets: tinker.TensorData, prompt_length: int, model: BaseModel
 
 
 def stop_rule(stop: str | Sequence[str | int] | None, model: BaseModel) -> StopRule:
-    """None: the model's end of turn; []: no stop; else a string, or strings and token ids, each of which is a stop."""
+    """Check a `stop` parameter. None: the model's end of turn; []: no stop; else a string, or strings and token ids."""
     if stop is None:
         return StopRule(model.eos_token_ids)
     items = [stop] if isinstance(stop, str) else stop
@@ -301,9 +301,9 @@ def stop_rule(stop: str | Sequence[str | int] | None, model: BaseModel) -> StopR
 
 
 def constrained_stop_rule(stop: str | Sequence[str | int] | None, constraint: object, model: BaseModel) -> StopRule:
-    """As `stop_rule`, after compiling the constraint. Without a stop token, it is the model's end of turn: something must end it.
+    """As `stop_rule`, after compiling the constraint. Adds the model's end of turn if there is no stop token.
 
-    Raises RequestError also for what is not a Constraint or cannot be compiled.
+    Raises RequestError also if `constraint` is no Constraint or cannot be compiled.
     """
     if not isinstance(constraint, Constraint):
         raise RequestError(f"constraint is {constraint!r:.80}; it must be a tinker_local_backend.Constraint")

@@ -1,6 +1,6 @@
 """The interface of a sampler: submitted requests (`Ticket`), results, statistics, and the methods that the engine calls.
 
-The engine's own sampler is generation.py; samplers/ has those that use another program.
+The engine's sampler is generation.py; samplers/ has those that run another program.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ class SampledSequence:
 
     tokens: list[int] = field(default_factory=list)
     logprobs: array[float] = field(default_factory=lambda: array("f"))
-    """float32, as the model gave them"""
+    """float32"""
     stop_reason: Literal["stop", "length"] = "length"
     topk: list[TopK] = field(default_factory=list)
-    """per token, when the request asks for it: arrays of shape (k,)"""
+    """per token, if requested: arrays of shape (k,)"""
     versions: list[int] = field(default_factory=list)
     """per token, with in-flight weights: the version that drew it"""
     constrained_logprobs: array[float] = field(default_factory=lambda: array("f"))
-    """per token, among those that the request's constraint allowed; empty without one"""
+    """per token, among the tokens that the request's constraint allowed; empty without one"""
     routes: list[npt.NDArray[np.int16]] = field(default_factory=list)
-    """per token but the last, when the request asks for it: the experts that it went to, (layers, k)"""
+    """per token but the last, if requested: its chosen experts, (layers, k)"""
 
 
 @dataclass
 class PromptScores:
-    """Scores of a prompt of N tokens at temperature 1; arrays are None when not asked for, NaN where not computed."""
+    """Scores of a prompt of N tokens at temperature 1; None if not requested, NaN where not computed."""
 
     logprobs: npt.NDArray[np.float32] | None = None
     """(N,)"""
     topk: TopK | None = None
-    """(N, k) each; rows that were not computed hold logprob NaN"""
+    """(N, k) each; logprobs are NaN in rows that were not computed"""
     targets: npt.NDArray[np.float32] | None = None
     """(N - 1, K), 0 where the request says -1"""
     alternatives: TopK | None = None
@@ -60,7 +60,7 @@ class PromptScores:
 
 @dataclass
 class SamplingResult:
-    """The answer to a request: completions, scores of the prompt, and the tokens of the prompt that were in the cache."""
+    """The result of a request: completions, prompt scores, and the number of prompt tokens that were cached."""
 
     sequences: list[SampledSequence]
     prompt: PromptScores
@@ -79,15 +79,15 @@ class Ticket:
     complete: Callable[[SamplingResult | BaseException], None]
     cancelled: Callable[[], bool]
     on_done: Callable[[Callable[[object], object]], None] | None = None
-    """registers a function to call, on any thread, when the request is answered or cancelled"""
+    """registers a callback for when the request is resolved or cancelled, called on any thread"""
     sequences: list[SampledSequence] = field(init=False)
     prompt: PromptScores | None = None
     seed: int | None = None
     todo: list[int] = field(init=False)
-    """indices of the samples that have no pages; the next one is at the end"""
+    """indices of the samples still to start; the next one is at the end"""
     done: int = 0
     cached_tokens: int | None = None
-    """of the prompt, when its first sample was admitted; later ones reuse what that one prefilled"""
+    """of the prompt, when its first sample was admitted; later samples reuse that prefill"""
     finished: bool = False
     order: int = 0
     """of arrival"""
@@ -96,7 +96,7 @@ class Ticket:
     served: bool = False
     """has its first token or its scores"""
     queued: bool = False
-    """some or all of its samples are in the queue"""
+    """is in the queue, with all or some of its samples"""
 
     def __post_init__(self) -> None:
         self.restart()
@@ -109,7 +109,7 @@ class Ticket:
     @property
     def wants_scores(self) -> bool:
         """Whether the prompt has yet to be scored."""
-        return self.prompt is None and self.request.scoring.wanted
+        return self.prompt is None and self.request.scoring.requested
 
     def restart(self) -> None:
         """Drop what was sampled so far. The seed stays, so the same tokens are drawn again."""
@@ -122,7 +122,7 @@ class Ticket:
         return [self.todo.pop() for _ in range(count)]
 
     def return_samples(self, samples: Sequence[int]) -> None:
-        """Put samples back that were preempted; they draw the same tokens again."""
+        """Put preempted samples back; they draw the same tokens again."""
         for index in samples:
             self.sequences[index] = SampledSequence()
         self.todo = sorted([*self.todo, *samples], reverse=True)
@@ -137,14 +137,14 @@ class Ticket:
         self.finish(SamplingResult(self.sequences, self.prompt or PromptScores(), self.cached_tokens or 0))
 
     def sample_done(self) -> None:
-        """Count a sample that has ended; the last one reports the result."""
+        """Count a finished sample; the last one reports the result."""
         self.done += 1
         if self.done == self.request.num_samples:
             self.succeed()
 
 
 def diverged(where: str) -> RequestError:
-    """The error of a request for which the model gives NaN."""
+    """The error of a request whose logits are NaN."""
     return RequestError(
         f"the model gave no valid distribution {where} (logits with NaN or infinity): the adapter's weights have diverged; "
         "lower the learning rate or go back to an earlier checkpoint"
@@ -152,21 +152,21 @@ def diverged(where: str) -> RequestError:
 
 
 BIN_RATIO = 1.1
-"""Ratio of the bounds of neighbouring bins: a quantile is at most so much too large."""
+"""Ratio of the bounds of neighbouring bins, and thus the largest relative error of a quantile."""
 
 MIN_SECONDS = 1e-4
 BINS = 200
 
 
 class SamplerStats(NamedTuple):
-    """The state of a sampler. Waits are from submission to the first token (or score), in seconds, since the engine began."""
+    """Statistics of a sampler. Waits are from submission to the first token (or score), in seconds, since the engine started."""
 
     waiting: int
     running: int
     pages: int
-    """of the KV cache that exist"""
+    """allocated for the KV cache"""
     pages_read: int
-    """that running sequences read"""
+    """in use by running sequences"""
     pages_idle: int
     """cached for later prompts"""
     restarts: int
@@ -176,15 +176,15 @@ class SamplerStats(NamedTuple):
     wait_p50: float
     wait_p99: float
     states: int = 0
-    """of sequences, in a model whose layers have some,"""
+    """recurrent states in use by sequences; 0 in a model without"""
     states_idle: int = 0
-    """those that are kept for later prompts,"""
+    """cached for later prompts"""
     state_bytes: int = 0
-    """and the memory of one"""
+    """of one state"""
 
 
 class WaitTimes:
-    """A histogram with bins of growing width."""
+    """A histogram of waits, with bins of geometrically growing width."""
 
     def __init__(self) -> None:
         self._counts = [0] * BINS
@@ -204,7 +204,7 @@ class WaitTimes:
         self.longest = max(self.longest, seconds)
 
     def quantile(self, share: float) -> float:
-        """Seconds within which this share of all waits was over; 0 without any."""
+        """A quantile of the waits, in seconds; 0 without any."""
         counted = 0
         for index, count in enumerate(self._counts):
             counted += count
@@ -221,7 +221,7 @@ class Sampler(Protocol):
 
     @property
     def busy(self) -> bool:
-        """Whether `step` has something to do."""
+        """Whether `step` has work to do."""
         ...
 
     @property
@@ -231,7 +231,7 @@ class Sampler(Protocol):
 
     @property
     def tenants(self) -> Collection[str]:
-        """Tenants for which `step` has something to compute on the engine's worker."""
+        """Tenants with work for `step` on the engine's worker."""
         ...
 
     def step(self) -> Mapping[str, int]:
@@ -239,17 +239,17 @@ class Sampler(Protocol):
         ...
 
     def evict_prefixes(self, tenant: str = "") -> None:
-        """Drop the cached prefixes of a tenant ("": of all), so that later samples do not depend on them."""
+        """Evict the cached prefixes of a tenant ("": of all), so that later samples do not depend on them."""
 
     def fail_all(self, error: BaseException) -> None:
-        """Fail all requests, at the end."""
+        """Fail all requests, on shutdown."""
 
 
 Post = Callable[[Callable[[], None]], object]
-"""Makes the engine's worker call a function soon. May be called on any thread."""
+"""Schedules a function on the engine's worker. May be called on any thread."""
 
 MakeSampler = Callable[[BaseModel, int, Callable[[], int], Post], Sampler]
-"""(model, bound on the tokens of the engine's KV cache, source of seeds, post) -> its sampler."""
+"""(model, bound on the tokens of the engine's KV cache, source of seeds, post) -> the model's sampler."""
 
 
 def append_token(
@@ -268,10 +268,10 @@ def append_token(
 
 
 def ends_with_stop_text(tokens: list[int], texts: tuple[str, ...], tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the newest token completed a stop string, also across token borders.
+    """Whether the newest token completed a stop string, which may span several tokens.
 
-    Only the tail can hold a new match: every token adds at least one byte, so as many tokens as the longest stop string
-    has bytes (plus a few that decode to nothing by themselves) are enough.
+    Only the tail can hold a new match: every token adds at least one byte, so the last tokens, as many as the longest stop
+    string has bytes (plus a few that decode to nothing by themselves), suffice.
     """
     window = max(len(text.encode()) for text in texts) + 8
     tail = tokenizer.decode(tokens[-window:], skip_special_tokens=False, clean_up_tokenization_spaces=False)

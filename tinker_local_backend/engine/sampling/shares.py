@@ -1,7 +1,7 @@
-"""Fair shares: the tenant that has had the fewest tokens is next.
+"""Fair shares: the tenant with the fewest tokens so far is next.
 
-Start-time fair queueing (Goyal, Vin and Cheng, 1996): each tenant has a tag that grows by what it gets, and the smallest tag is
-next. A tenant that returns starts at the tag of the others: time in which it asked for nothing is not owed.
+Start-time fair queueing (Goyal, Vin and Cheng, 1996): each tenant has a tag that grows by the tokens it gets, and the smallest
+tag is next. A tenant that was idle starts at the current tag: idle time earns no credit.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Turns(Generic[K]):
         """the tag of the last turn"""
 
     def __len__(self) -> int:
-        """How many there have been."""
+        """Number of tenants (or kinds) seen so far."""
         return len(self._tags)
 
     def arrive(self, who: K) -> None:
-        """Register one that was idle until now."""
+        """Register a tenant (or kind) that was idle until now."""
         self._tags[who] = max(self._tags.get(who, 0), self._now)
 
     def first(self, waiting: Iterable[K]) -> K:
@@ -59,7 +59,7 @@ def tenant_of(ticket: Ticket) -> str:
 
 def scores(ticket: Ticket) -> bool:
     """Whether a request is for the scores of its prompt rather than for samples."""
-    return ticket.request.scoring.wanted and ticket.request.max_tokens <= 1
+    return ticket.request.scoring.requested and ticket.request.max_tokens <= 1
 
 
 class Waiting:
@@ -105,14 +105,19 @@ class Waiting:
         self._count += 1
         return queues.by_kind[kind]
 
-    def first(self, scoring: bool = True, behind: Sequence[Ticket] = ()) -> Ticket | None:
-        """The next request, if any. Without `scoring` none that scores; none of a queue that one in `behind` blocks."""
-        left_out = {(tenant_of(ticket), scores(ticket)) for ticket in behind}
+    def first(self, scoring: bool = True, blocking: Sequence[Ticket] = ()) -> Ticket | None:
+        """The next request, if any.
+
+        Args:
+            scoring: whether to consider scoring-only prompts.
+            blocking: admitted requests that block the queues of their tenant and kind.
+        """
+        blocked = {(tenant_of(ticket), scores(ticket)) for ticket in blocking}
         firsts = [
             queue[0]
             for tenant, queues in self._tenants.items()
             for kind, queue in queues.by_kind.items()
-            if queue and (scoring or not kind) and (tenant, kind) not in left_out
+            if queue and (scoring or not kind) and (tenant, kind) not in blocked
         ]
         return self.turn_of(firsts) if firsts else None
 
@@ -121,7 +126,7 @@ class Waiting:
         return self._turns.first(tenants)
 
     def turn_of(self, tickets: Sequence[Ticket]) -> Ticket:
-        """The next of these requests: of the tenant, and then of the kind, that has had the fewest tokens."""
+        """The next of these requests: that of the tenant, then of the kind, with the fewest tokens so far."""
         tenant = self._turns.first(map(tenant_of, tickets))
         tickets = [ticket for ticket in tickets if tenant_of(ticket) == tenant]
         if len(tickets) == 1 or tenant not in self._tenants:
@@ -130,24 +135,24 @@ class Waiting:
         return next(ticket for ticket in tickets if scores(ticket) == kind)
 
     def remove_first(self, ticket: Ticket) -> None:
-        """Remove the request that `first` has returned."""
+        """Remove the request that `first` returned."""
         tenant = tenant_of(ticket)
         queues = self._tenants[tenant]
-        taken = queues.by_kind[scores(ticket)].popleft()
-        assert taken is ticket
+        removed = queues.by_kind[scores(ticket)].popleft()
+        assert removed is ticket
         self._count -= 1
         if not queues:
             del self._tenants[tenant]
 
     def charge(self, ticket: Ticket, tokens: int) -> None:
-        """Charge the tenant and kind of a request for so many tokens."""
+        """Charge the tenant and kind of a request for `tokens` tokens."""
         tenant = tenant_of(ticket)
         self.charge_drawn(tenant, tokens)
         if (queues := self._tenants.get(tenant)) is not None:
             queues.turns.charge(scores(ticket), tokens)
 
     def charge_drawn(self, tenant: str, tokens: int) -> None:
-        """Charge a tenant for drawn tokens. Between the queues of one tenant only prompts count."""
+        """Charge a tenant for sampled tokens. They do not count between the queues of one tenant."""
         self._turns.charge(tenant, tokens)
         self.spent[tenant] += tokens
 

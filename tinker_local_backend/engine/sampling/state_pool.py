@@ -1,7 +1,7 @@
 """The slots of a StateCache: which are free, which belong to sequences, and which are kept in the prefix cache.
 
-Keys of a prefix can be shared page by page. A state cannot: it is that of one length. So the prefix cache keeps states at some
-positions of its pages, and a prompt goes on from the last one that it has in common with them.
+Keys of a prefix are shared page by page. A recurrent state belongs to one exact prefix, so the prefix cache keeps states at
+some positions of its pages, and a prompt continues from the last one on its cached prefix.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from tinker_local_backend.engine.model.states import StateCache
 from tinker_local_backend.engine.sampling.prefix_cache import Page
 
 MIN_SLOTS = 8
-"""The least limit, whatever the memory."""
+"""Smallest limit of a pool."""
 
 MIN_GROWTH, GROWTH_SHARE = 8, 2
-"""The cache grows by at least MIN_GROWTH slots and 1 / GROWTH_SHARE of its size: every growth copies the states that exist."""
+"""The cache grows by at least MIN_GROWTH slots and 1 / GROWTH_SHARE of its size, because growing copies all states."""
 
 
 class StatePool:
     """Allocates slots, and evicts the least recently used of the kept ones.
 
     Args:
-        limit: slots beyond which kept states are evicted. Sequences may have more: their number is bounded elsewhere.
+        limit: slots beyond which kept states are evicted. Running sequences may use more; they are bounded elsewhere.
     """
 
     def __init__(self, cache: StateCache, limit: int):
@@ -32,11 +32,11 @@ class StatePool:
         self.limit = limit
         self._free: list[int] = []
         self._kept: OrderedDict[tuple[Page, int], None] = OrderedDict()
-        """(page, tokens of it), in LRU order; the page has the slot"""
+        """(page, number of its tokens) in LRU order; the page has the slot"""
 
     @classmethod
     def of(cls, cache: StateCache, available: int) -> StatePool | None:
-        """A pool for so many bytes; None for a model without states."""
+        """A pool of at most `available` bytes; None for a model without states."""
         size = cache.bytes_per_sequence
         return cls(cache, max(MIN_SLOTS, available // size)) if size else None
 
@@ -61,7 +61,7 @@ class StatePool:
         return {"states": self.used, "states_idle": self.kept, "state_bytes": self.cache.bytes_per_sequence}
 
     def allocate(self, count: int = 1) -> list[int]:
-        """Slots with any contents: free ones, else new ones, else those of the least recently used kept states."""
+        """Slots with undefined contents: free ones, then new ones, then those of the least recently used kept states."""
         self._grow(count - len(self._free), self.limit)
         while len(self._free) < count and self._kept:
             page, tokens = next(iter(self._kept))
@@ -83,13 +83,13 @@ class StatePool:
             heapq.heappush(self._free, slot)
 
     def copies(self, slot: int, count: int) -> list[int]:
-        """So many new slots with the state of this one."""
+        """`count` new slots with copies of this one's state."""
         slots = self.allocate(count)
         self.cache.copy([slot] * count, slots)
         return slots
 
     def keep(self, page: Page, tokens: int, slot: int) -> None:
-        """Keep the state after so many tokens of a cached page, unless one is kept there. The slot is the pool's from now on."""
+        """Keep the state after `tokens` tokens of a cached page, unless one is kept there. Takes ownership of the slot."""
         if tokens in page.states:
             self.free([slot])
         else:
@@ -97,7 +97,7 @@ class StatePool:
         self.touch(page, tokens)
 
     def touch(self, page: Page, tokens: int) -> None:
-        """This state is used."""
+        """Mark a state as most recently used."""
         self._kept[page, tokens] = None
         self._kept.move_to_end((page, tokens))
 
@@ -111,7 +111,7 @@ class StatePool:
             self._evict(page, tokens)
 
     def reset(self) -> None:
-        """Free every slot, also those of sequences, and the memory."""
+        """Free every slot, including those of sequences, and the memory."""
         for page, _ in self._kept:
             page.states.clear()
         self._kept.clear()

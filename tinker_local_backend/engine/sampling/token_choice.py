@@ -1,14 +1,14 @@
 """From logits to the next token: random numbers, temperature, top-k, top-p, min-p, greedy, and the reported logprob.
 
-The reported logprob is that of softmax(logits / temperature) before top-k, top-p and min-p cut it; at temperature 0 the choice is
-greedy and the logprob is that of temperature 1. This is what the hosted service reports and what the losses expect. A constraint
-(constraints.py) is a further cut, and the reported logprob ignores it too, as it does penalties and biases (logit_rules.py).
+The reported logprob is that of softmax(logits / temperature) before top-k, top-p and min-p; at temperature 0 the choice is
+greedy and the logprob is that of temperature 1. The hosted service reports the same, and the losses expect it. The reported
+logprob also ignores constraints (constraints.py), penalties and biases (logit_rules.py).
 
 Random numbers are counter-based: a shared generator would make a sequence's tokens depend on what else is in the batch. Here
 every sequence has a 64-bit seed, and position i of its completion always gets the same uniform number. The mixer is SplitMix64
 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators").
 
-vLLM's processes import this file too, in an environment that has numpy and torch and none of this project's packages.
+vLLM's processes import this file too, in an environment with numpy and torch but without this project's packages.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _finalize(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 def uniforms(seeds_R: npt.NDArray[np.uint64], positions_R: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
     """One number in [0, 1) per row, float64 with 52 random bits, so that u * total < total also after rounding."""
-    with np.errstate(over="ignore"):  # wrap-around is the point
+    with np.errstate(over="ignore"):  # wrap-around is intended
         bits = _finalize(_finalize(seeds_R) + (positions_R + np.uint64(1)) * _GOLDEN)
     return (bits >> np.uint64(12)).astype(np.float64) * 2.0**-52
 
@@ -45,7 +45,7 @@ def uniforms(seeds_R: npt.NDArray[np.uint64], positions_R: npt.NDArray[np.uint64
 def mix_seed(*parts: int) -> int:
     """A 64-bit seed from any number of integers; order matters. Used for sample i of a request with a given seed."""
     state = 0
-    for part in parts:  # as _finalize; for a single number arrays take twenty times as long
+    for part in parts:  # as _finalize, but on one integer: numpy would take twenty times as long
         z = (state + int(_GOLDEN) + part) & _MASK
         z = ((z ^ (z >> 30)) * int(_MIX_1)) & _MASK
         z = ((z ^ (z >> 27)) * int(_MIX_2)) & _MASK
@@ -54,24 +54,24 @@ def mix_seed(*parts: int) -> int:
 
 
 MIN_DIVISOR = 1e-30
-"""Logits divided by a smaller temperature would overflow; the choice is greedy long before."""
+"""Minimum divisor of logits: a smaller one would overflow. The choice is greedy long before."""
 
 BLOCK = 512
-"""Tokens whose masses are added up together when one is drawn from a large vocabulary."""
+"""Tokens per block of the two-stage search in a large vocabulary."""
 
 ONE_STAGE = 2048
-"""Largest vocabulary that is searched as a whole."""
+"""Largest vocabulary that is searched in one stage."""
 
 
 Truncate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""`truncation.truncated`, or a function that gives the same."""
+"""`truncation.truncated`, or an equivalent function."""
 
 
 @dataclass(frozen=True, eq=False)
 class Rules:
-    """How tokens are chosen, one value per row: divisors, top_p and min_p float32, greedy bool, top_k int64 (see RowParams).
+    """Sampling parameters on the device, one value per row: divisors, top_p and min_p float32, greedy bool, top_k int64.
 
-    The flags save work that no row needs: greedy choice, limits, and the division if all temperatures are 1 (`all_plain`).
+    The flags skip work that no row needs: greedy choice, limits, and the division if all temperatures are 1 (`all_plain`).
     """
 
     divisors_R: torch.Tensor
@@ -83,11 +83,11 @@ class Rules:
     any_limit: bool = True
     all_plain: bool = False
     truncate: Truncate = truncated
-    """what applies the limits"""
+    """applies the limits"""
 
 
 class RowParams:
-    """Sampling parameters of the rows of a batch, made once and used until the batch changes.
+    """Sampling parameters of the rows of a batch, computed once and used until the batch changes.
 
     temperatures, top_k, top_p, min_p: one number per row; top_k <= 0, top_p >= 1 and min_p 0 mean no limit, temperature 0
     means greedy.
@@ -145,7 +145,7 @@ def next_allowed_tokens(
     positions_R: npt.NDArray[np.uint64],
     allowed_RW: npt.NDArray[np.int32],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `next_tokens`, with the bits of the allowed tokens of each row, and with the result of `choose_allowed`."""
+    """As `next_tokens`, among the tokens allowed by these bits. Returns the results of `choose_allowed`."""
     device = logits_RV.device
     draws_R = torch.from_numpy(uniforms(params.seeds_R, positions_R)).to(device)
     return choose_allowed(logits_RV, params.rules, draws_R, torch.from_numpy(allowed_RW).to(device))
@@ -159,7 +159,7 @@ def next_changed_tokens(
     positions_R: npt.NDArray[np.uint64],
     allowed_RW: npt.NDArray[np.int32] | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `choose_changed`, with arrays of numpy."""
+    """As `choose_changed`, with numpy arrays."""
     device = tempered_RV.device
     draws_R = torch.from_numpy(uniforms(params.seeds_R, positions_R)).to(device)
     allowed = None if allowed_RW is None else torch.from_numpy(allowed_RW).to(device)
@@ -170,33 +170,33 @@ def next_changed_tokens(
 def choose(
     logits_RV: torch.Tensor, rules: Rules, draws_R: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `next_tokens`, with the uniform numbers (rows,) float64 to draw with. Reads nothing back from the device."""
+    """As `next_tokens`, with the uniform numbers (rows,) float64 to draw with. Does not synchronise with the device."""
     tempered_RV = tempered(logits_RV, rules)
     tokens_R, logprobs_R = _draw(tempered_RV, rules, draws_R)
     return tokens_R, logprobs_R, tempered_RV
 
 
 def tempered(logits_RV: torch.Tensor, rules: Rules) -> torch.Tensor:
-    """Logits over the temperatures."""
+    """Logits divided by the temperatures."""
     return logits_RV if rules.all_plain else logits_RV / rules.divisors_R[:, None]
 
 
 def choose_allowed(
     logits_RV: torch.Tensor, rules: Rules, draws_R: torch.Tensor, allowed_RW: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `choose`, from the tokens whose bits are set in allowed_RW: int32, bit i % 32 of word i // 32 is that of token i.
+    """As `choose`, among the tokens whose bits are set in allowed_RW: int32, bit i % 32 of word i // 32 is that of token i.
 
     A row in which all bits are set gets the token and the logprob of `choose`, bit for bit.
 
     Returns:
-        tokens, logprobs and tempered logits as `choose` does, so that logprobs are those without the bits; and the
-        logprobs (rows,) float32 among the allowed tokens.
+        tokens, logprobs and tempered logits as from `choose` (the logprobs ignore the bits), and the logprobs (rows,) float32
+        among the allowed tokens.
     """
     tempered_RV = tempered(logits_RV, rules)
-    tokens_R, among_R = _draw(_masked(tempered_RV, allowed_RW), rules, draws_R)
-    # From the logits: the probability of an allowed token may be zero in float32, and its logarithm must not be infinite.
+    tokens_R, constrained_R = _draw(_masked(tempered_RV, allowed_RW), rules, draws_R)
+    # From the logits: the probability of an allowed token may underflow to zero, and its logarithm must stay finite.
     whole_R = tempered_RV.gather(1, tokens_R[:, None])[:, 0] - torch.logsumexp(tempered_RV, dim=-1)
-    return tokens_R, torch.where((allowed_RW == -1).all(dim=-1), among_R, whole_R), tempered_RV, among_R
+    return tokens_R, torch.where((allowed_RW == -1).all(dim=-1), constrained_R, whole_R), tempered_RV, constrained_R
 
 
 def choose_changed(
@@ -215,14 +215,14 @@ def choose_changed(
         tokens, logprobs, and the logprobs (rows,) float32 among the allowed tokens, as `choose_allowed` does.
     """
     masked_RV = changed_RV if allowed_RW is None else _masked(changed_RV, allowed_RW)
-    tokens_R, among_R = _draw(masked_RV, rules, draws_R)
+    tokens_R, constrained_R = _draw(masked_RV, rules, draws_R)
     whole_R = tempered_RV.gather(1, tokens_R[:, None])[:, 0] - torch.logsumexp(tempered_RV, dim=-1)
     if allowed_RW is None:
-        logprobs_R = torch.where(is_changed_R, whole_R, among_R)
+        logprobs_R = torch.where(is_changed_R, whole_R, constrained_R)
         return tokens_R, logprobs_R, logprobs_R
     is_whole_R = ~is_changed_R & (allowed_RW == -1).all(dim=-1)
-    among_R = torch.where(is_changed_R, allowed_logprobs(tempered_RV, tokens_R, allowed_RW), among_R)
-    return tokens_R, torch.where(is_whole_R, among_R, whole_R), among_R
+    constrained_R = torch.where(is_changed_R, allowed_logprobs(tempered_RV, tokens_R, allowed_RW), constrained_R)
+    return tokens_R, torch.where(is_whole_R, constrained_R, whole_R), constrained_R
 
 
 def allowed_logprobs(tempered_RV: torch.Tensor, tokens_R: torch.Tensor, allowed_RW: torch.Tensor) -> torch.Tensor:
@@ -233,7 +233,7 @@ def allowed_logprobs(tempered_RV: torch.Tensor, tokens_R: torch.Tensor, allowed_
 
 def _masked(tempered_RV: torch.Tensor, allowed_RW: torch.Tensor) -> torch.Tensor:
     """-inf for the tokens whose bits are not set."""
-    # A table of eight bools for each byte: shifting bits takes ten times as long.
+    # A lookup table of eight bools per byte: shifting bits takes ten times as long.
     table = torch.arange(256, device=allowed_RW.device)[:, None] >> torch.arange(8, device=allowed_RW.device) & 1
     bytes_N = (~allowed_RW).view(torch.uint8).view(-1).int()
     forbidden_N = table.bool().view(torch.int64).view(-1).index_select(0, bytes_N).view(torch.bool)
@@ -251,20 +251,20 @@ def _draw(tempered_RV: torch.Tensor, rules: Rules, draws_R: torch.Tensor) -> tup
         tokens_R, mass_R = _invert(probs_RV, draws_R)
     if rules.any_greedy:
         tokens_R = torch.where(rules.greedy_R, tempered_RV.argmax(dim=-1), tokens_R)
-    # torch's softmax (not its log_softmax) is off by up to 1e-4 for 150,000 tokens; divided by their exact sum the
-    # probabilities are right, and the logarithm of one that was drawn is exact enough (1e-6).
+    # torch's softmax (not its log_softmax) is off by up to 1e-4 for 150,000 tokens. Dividing by the exact sum corrects the
+    # probabilities; the logarithm of a drawn one is exact enough (1e-6).
     probs_R = probs_RV.gather(1, tokens_R[:, None])[:, 0]
     return tokens_R, (probs_R / mass_R).log().float()
 
 
 def _invert(probs_RV: torch.Tensor, draws_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first token whose cumulative mass exceeds a uniform share of the whole, and the whole (rows,) in float64.
+    """The first token whose cumulative mass exceeds draws_R times the total mass, and that total (rows,) in float64.
 
-    Masses are added up in float64 (in float32 the rare half of a large vocabulary could never be drawn); for a large one in
-    two stages, a block of it by the blocks' masses (each summed up in float32), then a token within that.
+    Masses are summed in float64: in float32 the rare half of a large vocabulary could never be drawn. A large vocabulary is
+    searched in two stages: first a block, by the blocks' masses (each summed in float32), then a token within it.
     """
-    # right=True: the first index whose cumulative mass exceeds the target, so what has no mass is never chosen. Only a row
-    # of NaN runs past the end; it keeps its NaN logprob, which the caller reports.
+    # right=True: the first index whose cumulative mass exceeds the target, so tokens without mass are never chosen. Only a
+    # row of NaN runs past the end; its logprob stays NaN, which the caller reports.
     draws_R1 = draws_R[:, None]
     rows, vocabulary = probs_RV.shape
     if vocabulary <= ONE_STAGE:
@@ -274,7 +274,7 @@ def _invert(probs_RV: torch.Tensor, draws_R: torch.Tensor) -> tuple[torch.Tensor
         return tokens_R1[:, 0].clamp(max=vocabulary - 1), mass_R1[:, 0]
     padding = -vocabulary % BLOCK
     blocks_RNB = (F.pad(probs_RV, (0, padding)) if padding else probs_RV).view(rows, -1, BLOCK)
-    mass_RN = blocks_RNB.sum(dim=-1).double()  # of few numbers, so float32 is enough, and the row is not copied
+    mass_RN = blocks_RNB.sum(dim=-1).double()  # few numbers each, so float32 is enough and saves a copy of the row
     upto_RN = mass_RN.cumsum(dim=-1)
     target_R1 = draws_R1 * upto_RN[:, -1:]
     block_R1 = torch.searchsorted(upto_RN, target_R1, right=True).clamp(max=upto_RN.shape[1] - 1)

@@ -1,12 +1,12 @@
-"""What top-k, min-p and top-p leave of a distribution, without sorting a vocabulary where a part of it tells.
+"""Top-k, min-p and top-p, without sorting the whole vocabulary if its most likely tokens suffice.
 
-The tokens that stay are a beginning of all tokens in order of falling probability, of equal ones the lower index first. So two
-numbers say which stay: the least probability among them, the border, and how many tokens that have just this one stay.
+The tokens that are kept are the first ones in order of falling probability (ties: lower index first). So two numbers determine
+them: the threshold, which is the least probability kept, and how many tokens of exactly this probability are kept.
 
-Masses are added up as integers, multiples of QUANTUM, which is exact in any order: a GPU's kernel (cuda/choice_kernels.py) and a
+Masses are summed as integers, multiples of QUANTUM, which is exact in any order: the GPU kernel (cuda/choice_kernels.py) and a
 CPU keep the same tokens of the same probabilities.
 
-vLLM's processes import this file too, in an environment that has numpy and torch and none of this project's packages.
+vLLM's processes import this file too, in an environment with numpy and torch but without this project's packages.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from __future__ import annotations
 import torch
 
 QUANTUM = 2.0**-60
-"""Probabilities of float32 are exact multiples of it down to 2^-36, and a whole row adds up within int64."""
+"""float32 probabilities are exact multiples of it down to 2^-36, and the sum of a row fits in int64."""
 
 CANDIDATES = 1024
-"""Tokens of a row that are looked at first. Finding them takes a twentieth of the time of sorting 152,000 (on a CPU)."""
+"""Most likely tokens of a row to try first. topk takes a twentieth of the time of sorting 152,000 tokens (on a CPU)."""
 
 
 def truncated(
     probs_RV: torch.Tensor, top_k_R: torch.Tensor, top_p_R: torch.Tensor, min_p_R: torch.Tensor
 ) -> torch.Tensor:
-    """The mass of the tokens that stay, and zero for the others.
+    """The probabilities of the tokens that are kept, not renormalised, and zero for the others.
 
-    Those go that have less than a share min_p of the likeliest one's probability, those outside the top k, and then those outside
-    the smallest set whose mass reaches top_p of what is left, in the order of vLLM. The likeliest token always stays.
+    Removes tokens with less than min_p times the largest probability, tokens outside the top k, and then tokens outside the
+    smallest set whose mass reaches top_p of the remaining mass, in vLLM's order. The most likely token is always kept.
 
     Args:
         probs_RV: (rows, vocabulary) float32, not negative.
@@ -34,7 +34,7 @@ def truncated(
         top_p_R, min_p_R: (rows,) float32; 1 or more and 0: no limit.
 
     Returns:
-        (rows, vocabulary) float32. Asks the device which rows need more than their likeliest tokens; `sorted_truncated` does not.
+        (rows, vocabulary) float32. Synchronises with the device to find the rows that need a sort; `sorted_truncated` does not.
     """
     limited_R = (top_k_R > 0) | (top_p_R < 1) | (min_p_R > 0)
     if not bool(limited_R.all()):
@@ -46,15 +46,15 @@ def truncated(
         return sorted_truncated(probs_RV, top_k_R, top_p_R, min_p_R)
     k_R = _counts(top_k_R, vocabulary)
     floor_R = min_p_R * probs_RV.amax(dim=-1)
-    likeliest_RN = probs_RV.topk(CANDIDATES, dim=-1).values
+    top_RN = probs_RV.topk(CANDIDATES, dim=-1).values
     left_R = _quanta(probs_RV).masked_fill_(probs_RV < floor_R[:, None], 0).sum(dim=-1)
     within_R = k_R <= CANDIDATES
-    border_R, ties_R = _border(likeliest_RN, k_R, top_p_R, floor_R, torch.where(within_R, -1, left_R))
-    known_R = (within_R | (k_R == vocabulary)) & (border_R > likeliest_RN[:, -1])
-    # All that are not below the floor stay, however many they are.
+    threshold_R, ties_R = _threshold(top_RN, k_R, top_p_R, floor_R, torch.where(within_R, -1, left_R))
+    known_R = (within_R | (k_R == vocabulary)) & (threshold_R > top_RN[:, -1])
+    # With min_p alone, all tokens above the floor are kept, however many they are.
     all_R = (k_R == vocabulary) & (top_p_R >= 1)
-    border_R, ties_R = border_R.masked_fill(all_R, -1.0), ties_R.masked_fill(all_R, vocabulary)
-    result_RV = _kept(probs_RV, border_R, ties_R, floor_R)
+    threshold_R, ties_R = threshold_R.masked_fill(all_R, -1.0), ties_R.masked_fill(all_R, vocabulary)
+    result_RV = _kept(probs_RV, threshold_R, ties_R, floor_R)
     (rows_L,) = (~(known_R | all_R)).nonzero(as_tuple=True)
     if len(rows_L):
         limits = (top_k_R[rows_L], top_p_R[rows_L], min_p_R[rows_L])
@@ -65,11 +65,11 @@ def truncated(
 def sorted_truncated(
     probs_RV: torch.Tensor, top_k_R: torch.Tensor, top_p_R: torch.Tensor, min_p_R: torch.Tensor
 ) -> torch.Tensor:
-    """As `truncated`, by sorting every row; reads nothing back from the device."""
+    """As `truncated`, by sorting every row; does not synchronise with the device."""
     sorted_RV = probs_RV.sort(dim=-1, descending=True).values
     k_R, floor_R = _counts(top_k_R, probs_RV.shape[1]), min_p_R * sorted_RV[:, 0]
-    border_R, ties_R = _border(sorted_RV, k_R, top_p_R, floor_R, torch.full_like(k_R, -1))
-    return _kept(probs_RV, border_R, ties_R, floor_R)
+    threshold_R, ties_R = _threshold(sorted_RV, k_R, top_p_R, floor_R, torch.full_like(k_R, -1))
+    return _kept(probs_RV, threshold_R, ties_R, floor_R)
 
 
 def _counts(top_k_R: torch.Tensor, vocabulary: int) -> torch.Tensor:
@@ -80,12 +80,12 @@ def _quanta(probs: torch.Tensor) -> torch.Tensor:
     return (probs * (1 / QUANTUM)).long()
 
 
-def _border(
+def _threshold(
     sorted_RN: torch.Tensor, k_R: torch.Tensor, top_p_R: torch.Tensor, floor_R: torch.Tensor, mass_R: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The border (R,) and how many tokens stay that have its probability (R,) int64, from the likeliest tokens.
+    """The threshold (R,) and the number of tokens of that probability to keep (R,) int64, from the most likely tokens.
 
-    mass_R: int64 of the tokens that top-k and min-p leave; -1: these are all in `sorted_RN`.
+    mass_R: int64 mass of the tokens that top-k and min-p keep; -1: all of them are in `sorted_RN`.
     """
     ranks_N = torch.arange(sorted_RN.shape[1], device=sorted_RN.device)
     left_RN = (ranks_N < k_R[:, None]) & (sorted_RN >= floor_R[:, None])
@@ -95,11 +95,13 @@ def _border(
     limit_R = (top_p_R.double() * mass_R.double()).ceil().long().clamp(min=1)
     keep_RN = left_RN & ((upto_RN - quanta_RN < limit_R[:, None]) | (top_p_R >= 1)[:, None])
     count_R1 = keep_RN.sum(dim=-1, keepdim=True)
-    border_R1 = sorted_RN.gather(1, (count_R1 - 1).clamp(min=0))  # no token stays of a row of NaN
-    return border_R1[:, 0], (count_R1 - (sorted_RN > border_R1).sum(dim=-1, keepdim=True))[:, 0]
+    threshold_R1 = sorted_RN.gather(1, (count_R1 - 1).clamp(min=0))  # of a row of NaN no token is kept
+    return threshold_R1[:, 0], (count_R1 - (sorted_RN > threshold_R1).sum(dim=-1, keepdim=True))[:, 0]
 
 
-def _kept(probs_RV: torch.Tensor, border_R: torch.Tensor, ties_R: torch.Tensor, floor_R: torch.Tensor) -> torch.Tensor:
-    tied_RV = probs_RV == border_R[:, None]
-    stays_RV = (probs_RV > border_R[:, None]) | (tied_RV & (tied_RV.cumsum(dim=-1) <= ties_R[:, None]))
-    return torch.where(stays_RV & (probs_RV >= floor_R[:, None]), probs_RV, 0.0)
+def _kept(
+    probs_RV: torch.Tensor, threshold_R: torch.Tensor, ties_R: torch.Tensor, floor_R: torch.Tensor
+) -> torch.Tensor:
+    tied_RV = probs_RV == threshold_R[:, None]
+    keeps_RV = (probs_RV > threshold_R[:, None]) | (tied_RV & (tied_RV.cumsum(dim=-1) <= ties_R[:, None]))
+    return torch.where(keeps_RV & (probs_RV >= floor_R[:, None]), probs_RV, 0.0)

@@ -1,1 +1,1 @@
-"""From datums to an optimizer step."""
+"""Training: from datums to losses, gradients and optimizer steps."""

@@ -18,7 +18,7 @@ from tinker_local_backend.engine.training.optimizer import AdamW, global_norm
 from tinker_local_backend.errors import NonFiniteError
 
 NAMED_DATUMS = 8
-"""Maximum number of datums that an error names."""
+"""Maximum number of datums listed in an error."""
 
 
 @dataclass(eq=False)
@@ -31,7 +31,7 @@ class TrainState:
     norm: float | None = None
     """global norm of the gradients, if known"""
     failure: str | None = None
-    """error of a pass since the gradients were cleared"""
+    """error of a failed pass since the gradients were last cleared"""
 
     @classmethod
     def new(cls, adapter: Adapter) -> TrainState:
@@ -39,12 +39,12 @@ class TrainState:
         return cls(adapter, AdamW(adapter.parameters()))
 
     def zeros(self) -> list[torch.Tensor]:
-        """The gradients of a call without datums."""
+        """Zero gradients, for a call without datums."""
         return [torch.zeros_like(parameter) for parameter in self.adapter.parameters()]
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """Enclose a pass that adds gradients, to record its failure."""
+        """Wrap a pass that adds gradients, to record its failure."""
         try:
             yield
         except BaseException as error:
@@ -56,7 +56,9 @@ class TrainState:
         self.gradients = self.norm = self.failure = None
 
     def accumulate(self, gradients: list[torch.Tensor], norm: float | None = None) -> None:
-        """Add the gradients of a call with this norm. Raises NonFiniteError, with nothing added, if one is not finite."""
+        """Add the gradients of a call; `norm`: their global norm. Raises NonFiniteError, and adds nothing, if one is not
+        finite.
+        """
         norm = global_norm(gradients) if norm is None else norm
         if not math.isfinite(norm):
             raise not_finite("gradient")
@@ -69,7 +71,7 @@ class TrainState:
 
 
 def not_finite(what: str, datums: Sequence[int] = ()) -> NonFiniteError:
-    """The error for a call whose loss or gradient is NaN or infinite; it names these datums."""
+    """The error for a call whose loss or gradient is NaN or infinite, because of these datums."""
     named = ", ".join(f"data[{i}]" for i in datums[:NAMED_DATUMS])
     more = f" and {len(datums) - NAMED_DATUMS} more" if len(datums) > NAMED_DATUMS else ""
     return NonFiniteError(

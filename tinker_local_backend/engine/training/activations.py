@@ -1,4 +1,4 @@
-"""How many tokens one training pass may have."""
+"""The token budget of a training pass."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class ActivationBudget:
     """Bound on the tokens of one pass, from the memory for activations.
 
     TINKER_LOCAL_ACTIVATION_MB sets that memory; the default is 1 GiB on a CPU (a constant, so that runs are reproducible)
-    and what is free on a GPU (memory_plan.py). Where few tokens fit, passes with recomputed layers are packed instead. If few
-    fit even then, captured decode steps give their memory back first.
+    and the free memory of a GPU (memory_plan.py). If few tokens fit, layers are recomputed. If few fit even then, captured decode
+    steps are freed first.
     """
 
     def __init__(self, model: BaseModel):
         self._model, self._device = model, model.device
-        self.evens_out = self._device.type == "cuda"
-        """whether passes of one call should be of a size: on a GPU a small one takes as long as one of some thousands, since
-        the host takes as long to launch its kernels"""
+        self.prefers_even_passes = self._device.type == "cuda"
+        """whether the passes of a call should have similar sizes: on a GPU a small pass takes as long as one of some thousand
+        tokens, because launching its kernels takes that long"""
         megabytes = environment.read("TINKER_LOCAL_ACTIVATION_MB")
         if megabytes is not None:
             self._measure(megabytes << 20)
@@ -51,9 +51,9 @@ class ActivationBudget:
 
     def release(self) -> bool:
         """Free the memory of a failed pass, of pictures, and of captured decode steps. Returns whether there were such steps."""
-        given_back = self._model.execution.release()
+        released = self._model.execution.release()
         self._model.free_prepared(pictures=True)
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-        return given_back
+        return released

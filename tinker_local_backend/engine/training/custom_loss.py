@@ -1,8 +1,8 @@
 """forward_backward_custom: any differentiable function of the logprobs as a loss.
 
-The function C gets the logprobs and is differentiated separately; its gradient dC/dlp is then propagated through the model. If
-everything fits into one pass, that pass also computed the logprobs. Otherwise a second pass computes a cross-entropy with
-weights -dC/dlp, whose gradient is that of C; the SDK does the same across the network.
+The function C gets the logprobs and is differentiated separately; its gradient dC/dlp is then backpropagated through the model.
+If all datums fit into one pass, it is the pass that computed the logprobs. Otherwise a second pass computes a cross-entropy with
+weights -dC/dlp, which has the gradient of C; the SDK does the same over the network.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def forward_backward_custom(
 ) -> Parts[tinker.ForwardBackwardOutput]:
     """Logprobs and gradients with a custom loss, in parts: one per micro-batch.
 
-    Metrics: those of the function, loss:sum (its value) and surrogate_loss:sum (the value of the linear surrogate).
+    Metrics: the function's, loss:sum (its value) and surrogate_loss:sum (the value of the linear surrogate).
 
     Raises:
         RequestError: a datum is invalid, or the function's result is not a scalar that depends on every logprob array.
@@ -98,7 +98,7 @@ def _one_pass(
             "loss:sum": loss,
         },
     )
-    state.accumulate(gradients)  # last: a failed call leaves nothing behind
+    state.accumulate(gradients)  # last, so that a failed call adds nothing
     return output
 
 

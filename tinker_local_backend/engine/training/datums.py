@@ -20,18 +20,18 @@ from tinker_local_backend.engine.training.losses import LOSSES, LossFn
 from tinker_local_backend.errors import RequestError
 
 ROUTE_REPLAY = "route_replay"
-"""Setting of every policy loss: 1 makes the choice of experts again that was made in sampling (model/routes.py)."""
+"""Config key of every policy loss: 1 replays the experts chosen in sampling (model/routes.py)."""
 ENTROPIES = "entropies"
-"""Setting of every loss for a forward pass: 1 also returns the entropy of the distribution at each position."""
+"""Config key of every loss, in a forward pass: 1 also returns the entropy of the distribution at each position."""
 _SWITCHES = frozenset({"verify_provenance", ROUTE_REPLAY, ENTROPIES})
-"""Boolean settings of losses; over the wire all settings are numbers."""
+"""Boolean config keys of losses; over the wire all values are numbers."""
 
 LossConfig = Mapping[str, float | str] | None
-"""A client's settings: numbers by name (the type is the SDK's)."""
+"""A client's loss_fn_config: numbers by name (the SDK's type)."""
 
 
 Routes: TypeAlias = npt.NDArray[np.int16] | None
-"""Experts for each input token of a datum to choose again, (N, layers, k); -1: the router chooses. None: it always does."""
+"""Experts to replay for each input token of a datum, (N, layers, k); -1: the router chooses. None: it always does."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,13 +45,13 @@ class Example:
 
 
 class OwnedData(list[tinker.Datum]):
-    """Datums to which no other code has references."""
+    """Datums to which no other code holds references, so that they need no copy."""
 
 
 def freeze_data(data: Sequence[tinker.Datum]) -> list[tinker.Datum]:
-    """Copies that the caller cannot change, for an operation that runs after the call returned.
+    """Copies that the caller cannot modify, for an operation that runs after the call has returned.
 
-    A Datum refers to the caller's arrays and token lists. OwnedData is not copied. Only the types are checked here.
+    A Datum references the caller's arrays and token lists. OwnedData is not copied. Checks only the types.
 
     Raises:
         RequestError: data is not a sequence of tinker.Datum.
@@ -86,7 +86,7 @@ def _frozen_model_input(model_input: tinker.ModelInput) -> tinker.ModelInput:
 
 
 def frozen_tensor(tensor: tinker.TensorData) -> tinker.TensorData:
-    """A copy that shares nothing with the tensor."""
+    """A deep copy of the tensor."""
     if tensor.sparse_crow_indices is None and tensor.sparse_col_indices is None:
         return tinker.TensorData(data=tensor.to_numpy().copy(), dtype=tensor.dtype, shape=copy(tensor.shape))
     return tinker.TensorData(  # `data` is a new list each time
@@ -95,9 +95,9 @@ def frozen_tensor(tensor: tinker.TensorData) -> tinker.TensorData:
 
 
 def loss_function(name: str, config: LossConfig) -> tuple[LossFn, dict[str, float], float]:
-    """Look up a loss and complete its config. Returns (loss, config, temperature).
+    """Look up a loss and complete its config with defaults. Returns (loss, config, temperature).
 
-    Every loss takes `temperature`: it divides the logits, so that lp is of the distribution that was sampled from.
+    Every loss takes `temperature`, which divides the logits, so that lp is of the distribution that was sampled from.
     """
     if name not in LOSSES:
         raise RequestError(f"loss_fn {name!r} is unknown to the local engine; it has {', '.join(LOSSES)}")
@@ -151,7 +151,7 @@ def _finite_number(key: str, value: object) -> float:
 
 
 def check_datum(datum: tinker.Datum, index: int, loss_name: str, loss: LossFn, model: BaseModel) -> Example:
-    """Raise RequestError, which names data[index] and the field, unless the datum is valid for the loss."""
+    """Check a datum for the loss. Raises RequestError naming data[index] and the field."""
     where = f"data[{index}]"
     try:
         prompt = checked_prompt(datum.model_input, model)
@@ -198,7 +198,7 @@ def _dense_array(datum: tinker.Datum, key: str, where: str) -> npt.NDArray:
 
 
 def _check_arrays(inputs: Mapping[str, npt.NDArray], length: int, is_policy_loss: bool, where: str) -> None:
-    """Raise RequestError unless all have one shape, (N,) or for cross_entropy (N, K), and are finite."""
+    """Raise RequestError unless all are finite and have the same shape, (N,) or for cross_entropy (N, K)."""
     shape = inputs["target_tokens"].shape
     if shape[:1] != (length,) or len(shape) > (1 if is_policy_loss else 2) or 0 in shape:
         raise RequestError(

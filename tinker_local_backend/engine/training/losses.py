@@ -1,4 +1,4 @@
-"""The built-in losses as pure functions of per-position tensors. All are sums; nothing here averages.
+"""The built-in losses as pure functions of per-position tensors. All are sums, never averages.
 
 lp is the model's logprob of the target, q its logprob at sampling time, A the advantage, r = exp(lp - q), and sg stops the
 gradient:
@@ -10,10 +10,10 @@ gradient:
 - dro:                  -sum(lp * A - beta / 2 * (lp - q)^2)
 - gspo:                 -sum(min(s * A, clip(s, low, high) * A)), s one ratio per sequence
 - sapo:                 -sum(4 / t * sigmoid(t * (r - 1)) * A), t = t+ for A > 0, else t-
-- stable_reinforce:     -sum(sg(m * min(r, cap)) * exp(lp - sg(lp)) * A), m = 0 for tokens and sequences that have drifted
+- stable_reinforce:     -sum(sg(m * min(r, cap)) * exp(lp - sg(lp)) * A), m = 0 for tokens and sequences out of bounds
 
 low and high are bounds on the ratio itself, not distances from 1. Tokens that were not sampled (prompts, injected text) have
-A = 0 and q = 0 by convention, and their ratio has no meaning: every policy loss and its diagnostics exclude them. A sampled
+A = 0 and q = 0 by convention, and their ratio is meaningless: every policy loss and its diagnostics exclude them. A sampled
 token with A = 0 counts: dro pulls it towards the sampler; in the other losses its term is 0.
 """
 
@@ -87,8 +87,8 @@ def gspo(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor
 def sapo(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
     """SAPO ("Soft Adaptive Policy Optimization", arXiv 2511.20347), summed.
 
-    Instead of a clip, a gate: the gradient for a token's logprob is 4 g (1 - g) r A, g = sigmoid(t (r - 1)). It is A at r = 1 and
-    fades where r has moved away, on both sides; faster for A < 0, whose temperature t is larger.
+    A gate instead of a clip: the gradient for a token's logprob is 4 g (1 - g) r A, g = sigmoid(t (r - 1)). It is A at r = 1 and
+    decays as r moves away on either side; faster for A < 0, whose temperature t is larger.
     """
     with torch.no_grad():
         ratio = probability_ratio(logprobs, inputs)
@@ -100,7 +100,7 @@ def sapo(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor
 
 
 def sapo_is_faded(ratio: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
-    """Where the gate leaves a token less than half of the gradient that importance_sampling gives it: 4 g (1 - g) < 1 / 2."""
+    """Where the gate reduces the gradient to less than half of importance_sampling's: 4 g (1 - g) < 1 / 2."""
     gate = torch.sigmoid(_sapo_temperature(inputs, config) * (ratio - 1))
     return 4 * gate * (1 - gate) < 0.5
 
@@ -112,19 +112,19 @@ def _sapo_temperature(inputs: Inputs, config: Config) -> torch.Tensor:
 
 
 def stable_reinforce(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
-    """REINFORCE on data of an older policy, with truncated importance weights and without outliers, summed.
+    """REINFORCE on data of an older policy, with truncated importance weights and masked outliers, summed.
 
     The hosted service's formula for this loss is not published. This one combines three published rules:
 
     - the weight min(r, weight_cap) (truncated importance sampling: Ionides 2008; Yao et al. 2025)
-    - weight 0 where r leaves [token_ratio_low, token_ratio_high] (IcePop, Ant 2025)
-    - weight 0 in sequences whose mean log r over the sampled tokens leaves +-sequence_log_ratio_bound (masked importance
+    - weight 0 where r is outside [token_ratio_low, token_ratio_high] (IcePop, Ant 2025)
+    - weight 0 in sequences whose mean log r over the sampled tokens is outside +-sequence_log_ratio_bound (masked importance
       sampling; the mean includes tokens that the second rule masks)
 
-    The weight has no gradient, so every kept token has the gradient weight * A for its logprob: below the cap that of
-    importance_sampling, above it a bounded one. The surrogate min(r, cap) * A would have none there: a token that has become
-    more than cap times as likely would be neither reinforced nor, with A < 0, reduced. The value is that of
-    importance_sampling with the weight instead of the ratio.
+    The weight has no gradient, so every unmasked token has the gradient weight * A for its logprob: equal to
+    importance_sampling's below the cap, bounded above it. The surrogate min(r, cap) * A would have none above the cap: a token
+    more than cap times as likely would be neither reinforced nor, with A < 0, reduced. The value is that of importance_sampling
+    with the weight instead of the ratio.
     """
     with torch.no_grad():
         weight = stable_weight(logprobs, inputs, config)
@@ -134,14 +134,14 @@ def stable_reinforce(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> 
 
 
 def stable_weight(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
-    """min(r, weight_cap) of the sampled tokens that stable_reinforce keeps, 0 elsewhere."""
+    """min(r, weight_cap) at the sampled tokens that stable_reinforce does not mask, 0 elsewhere."""
     token, sequence = stable_masks(logprobs, inputs, config)
     weight = probability_ratio(logprobs, inputs).clamp(max=config["weight_cap"])
     return torch.where(was_sampled(inputs) & ~token & ~sequence, weight, 0.0)
 
 
 def stable_masks(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions that stable_reinforce masks for their token's ratio, and for their sequence's: bool."""
+    """Positions that stable_reinforce masks because of their token's ratio, and because of their sequence's: bool."""
     ratio, sampled = probability_ratio(logprobs, inputs), was_sampled(inputs)
     token = (ratio < config["token_ratio_low"]) | (ratio > config["token_ratio_high"])
     mean = _sequence_mean(logprobs.detach().double() - inputs["logprobs"], sampled, inputs)
@@ -162,7 +162,7 @@ def sequence_ratio(logprobs: torch.Tensor, inputs: Inputs) -> torch.Tensor:
     """exp(mean of lp - q over the sequence's mask) at every sampled position, 1 elsewhere; without gradient.
 
     Args:
-        inputs: those of the loss, and sequence_index: int64 of logprobs' shape, the datum of each row.
+        inputs: the loss's inputs, and sequence_index: int64 of logprobs' shape, the datum of each row.
     """
     # Double precision: the clip range is only a few parts in ten thousand wide.
     log_ratio = logprobs.detach().double() - inputs["logprobs"]
@@ -198,7 +198,7 @@ def _clip(ratio: torch.Tensor, config: Config) -> torch.Tensor:
 
 
 def was_sampled(inputs: Mapping[str, Any]) -> Any:
-    """Where a policy loss has a term: positions with an advantage or a sampled logprob."""
+    """Positions where a policy loss has a term: those with an advantage or a sampled logprob."""
     return _active(inputs) | (inputs["logprobs"] != 0)
 
 
@@ -213,7 +213,7 @@ class LossFn:
 
     `compute(logprobs, inputs, config)` returns the elementwise loss, same shape as logprobs. For the diagnostics of a
     policy loss, `ratio` is the ratio that it clips, `clip_binds` where the clip changes the objective (None: no clip), and
-    `masks` the positions that are masked for their token's ratio, and for their sequence's (None: none).
+    `masks` the positions masked because of their token's ratio, and because of their sequence's (None: no masks).
     """
 
     inputs: tuple[str, ...]
@@ -230,10 +230,10 @@ class LossFn:
     clip_binds: Callable[[torch.Tensor, Inputs, Config], torch.Tensor] | None = None
     masks: Callable[[torch.Tensor, Inputs, Config], tuple[torch.Tensor, torch.Tensor]] | None = None
     needs_provenance: bool = False
-    """whether each datum must name the samples that it consists of (provenance.py)"""
+    """whether each datum must have the provenance of its tokens (provenance.py)"""
 
     def trained(self, inputs: Mapping[str, Any]) -> Any:
-        """Which positions can have a gradient: bool, as arrays or tensors like the inputs."""
+        """Positions that can have a gradient: bool, array or tensor like the inputs."""
         if self.trains_without_advantage:
             return was_sampled(inputs)
         return inputs["advantages" if self.is_policy_loss else "weights"] != 0
@@ -247,7 +247,7 @@ LOSSES: dict[str, LossFn] = {
     "ppo": LossFn(
         _POLICY_INPUTS, {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}, ppo, clip_binds=minimum_is_clipped
     ),
-    # No lower bound, as in the paper, and the hosted service's upper one.
+    # No lower bound, as in the paper; the upper bound is the hosted service's.
     "cispo": LossFn(
         _POLICY_INPUTS, {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}, cispo, clip_binds=ratio_is_clipped
     ),
@@ -286,20 +286,20 @@ LOSSES: dict[str, LossFn] = {
 
 
 class RatioStats:
-    """Diagnostics of a policy loss over the sampled positions (`was_sampled`), gathered over micro-batches.
+    """Diagnostics of a policy loss over the sampled positions (`was_sampled`), accumulated over micro-batches.
 
-    - ratio:mean, :min, :max: what the loss multiplies the advantage by, before any clip (gspo: the sequence's ratio)
+    - ratio:mean, :min, :max: the factor of the advantage, before any clip (gspo: the sequence's ratio)
     - clipped_fraction:mean: share of positions where the clip binds (ppo, gspo: the clipped side is the minimum; cispo: the
       weight is a bound; stable_reinforce: the weight is the cap; sapo: the gate halves the gradient); absent for a loss
       without clip
-    - masked_fraction:mean, masked_sequences:sum: share of masked positions, and number of datums that are masked whole, for
-      a loss with masks
+    - masked_fraction:mean, masked_sequences:sum: share of masked positions, and number of fully masked datums, for a loss with
+      masks
     - kl:mean, kl_k3:mean: mean(q - lp) and mean(r - 1 - log r), estimates of KL(sampler || model); the second is never
       negative (Schulman 2020, "Approximating KL Divergence": k1 and k3)
-    - entropy:mean: mean(-lp) over the sampled tokens, a Monte-Carlo estimate of the model's entropy if it is the model that
-      sampled, else of the cross-entropy of the sampler under it
+    - entropy:mean: mean(-lp) over the sampled tokens, a Monte-Carlo estimate of the model's entropy if the model itself sampled,
+      else of the cross-entropy of the sampler under it
 
-    For a call that is split, the SDK averages `:mean` weighted by the number of datums, not of tokens.
+    If the SDK splits a call, it averages `:mean` weighted by the number of datums, not of tokens.
     """
 
     def __init__(self, loss: LossFn) -> None:
@@ -309,7 +309,7 @@ class RatioStats:
 
     @torch.no_grad()
     def add(self, logprobs: torch.Tensor, inputs: Inputs, config: Config) -> None:
-        """Add a micro-batch. The sums stay on the device until `metrics`."""
+        """Add a micro-batch. The sums stay on the device until `metrics` is called."""
         loss, sampled = self._loss, was_sampled(inputs)
         lp = logprobs.detach().double()
         log_ratio = lp - inputs["logprobs"]
@@ -321,7 +321,7 @@ class RatioStats:
             token, sequence = loss.masks(logprobs.detach(), inputs, config)
             masked = token | sequence
             binds = binds & ~masked
-            sequences = sequence / _sequence_sum(sampled, inputs).clamp(min=1)  # adds up to 1 per sequence
+            sequences = sequence / _sequence_sum(sampled, inputs).clamp(min=1)  # sums to 1 per sequence
         ratio, kl_k3 = loss.ratio(lp, inputs), log_ratio.expm1() - log_ratio
         summed = (torch.ones_like(lp), ratio, binds.double(), -log_ratio, kl_k3, -lp, masked.double(), sequences)
         self._sums.append(torch.stack([torch.where(sampled, values, 0.0).sum() for values in summed]))
@@ -330,7 +330,7 @@ class RatioStats:
         self._extremes.append(torch.stack([lowest, -highest]))
 
     def metrics(self, config: Config) -> Metrics:
-        """The diagnostics; empty when no position was sampled."""
+        """The diagnostics; empty if no position was sampled."""
         if not self._sums:
             return {}
         count, *sums = torch.stack(self._sums).sum(dim=0).tolist()

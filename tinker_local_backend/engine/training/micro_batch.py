@@ -1,4 +1,4 @@
-"""Divide checked examples into micro-batches: one forward and backward pass each, within the memory for activations."""
+"""Split checked examples into micro-batches, each of which is one forward and backward pass that fits into memory."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from tinker_local_backend.errors import RequestError
 logger = logging.getLogger(__name__)
 
 MicroBatchResult = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""Logprobs and elementwise loss, (P, K) each, and where they are asked for the entropies, (P, 1)."""
+"""Logprobs and elementwise loss, (P, K) each, and the entropies (P, 1) if requested."""
 
 
 Pass = tuple[list[int], list[PrefixGroup]]
-"""The indices of a pass's examples, and groups over those."""
+"""The indices of a pass's examples, and prefix groups of them (indices into the former)."""
 
 EVEN_SLACKS = (1.0, 1.1, 1.3)
-"""of the mean size of a pass: what the largest of even ones may have"""
+"""Largest size of a pass relative to the mean, tried in this order by `even_passes`."""
 
 
 @dataclass(eq=False)
 class MicroBatch:
-    """One pass over some examples: where each position is scored, and the loss inputs of all positions.
+    """One pass over some examples: the rows to score, and the loss inputs of all positions.
 
     A position of a shared prefix with the same target in several examples is scored once; `scored` maps every position,
     example after example, to its row of the scores.
@@ -44,30 +44,30 @@ class MicroBatch:
     """of the examples, in the order of their positions"""
     packed: Packed
     tokens: int
-    """rows of the pass, prefixes counted once"""
+    """rows of the pass, with shared prefixes counted once"""
     score_rows: torch.Tensor | None
-    """(S,) int64: row of the pass for each score; None when they are all rows in order"""
+    """(S,) int64: row of the pass for each score; None if they are all rows in order"""
     score_targets: torch.Tensor
     """(S, K) int64"""
     scored: torch.Tensor
-    """(P,) int64: row of the scores of each position"""
+    """(P,) int64: index of each position's score"""
     inputs: dict[str, torch.Tensor]
     """(P, K) each; `sequence_index` is the example (0, 1, ... within the batch) of each position"""
     host_scored: npt.NDArray[np.int64]
-    """`scored`, and"""
+    """`scored` on the host"""
     host_inputs: dict[str, npt.NDArray]
-    """`inputs` on the host: reading them does not synchronise with the GPU"""
+    """`inputs` on the host, which can be read without synchronising with the GPU"""
     scored_in_order: bool
-    """scores and positions are the same, in the same order"""
+    """there is one score per position, in the same order"""
     routes: torch.Tensor | None = None
-    """int64 (T, layers, k): experts to choose again (model/routes.py)"""
+    """int64 (T, layers, k): experts to replay (model/routes.py)"""
 
     def of_positions(self, scores: torch.Tensor) -> torch.Tensor:
-        """Scores (S, K) as values of the positions (P, K)."""
+        """Expand scores (S, K) to positions (P, K)."""
         return scores if self.scored_in_order else scores[self.scored]
 
     def of_scores(self, values: torch.Tensor) -> torch.Tensor:
-        """Values of positions (P, K), summed by score (S, K)."""
+        """Sum values of positions (P, K) by score (S, K)."""
         if self.scored_in_order:
             return values
         return torch.zeros_like(self.score_targets, dtype=values.dtype).index_add_(0, self.scored, values)
@@ -76,16 +76,16 @@ class MicroBatch:
 def each_micro_batch(
     model: BaseModel, examples: Sequence[Example], run: Callable[[MicroBatch, bool], MicroBatchResult]
 ) -> Iterator[tuple[MicroBatch, MicroBatchResult, bool]]:
-    """Divide examples into micro-batches that fit into memory and `run(batch, recompute)` each.
+    """Split examples into micro-batches that fit into memory and `run(batch, recompute)` each.
 
-    Yields each with its result and whether more follow. There are at least `min_micro_batches`, if there are as many examples.
-    A batch that runs out of memory is retried once captured decode steps have given theirs back, then in halves, and a single
-    example with recomputation of its layers in the backward pass; `run` must leave nothing behind when it raises.
+    Yields each with its result and whether more follow. There are at least `min_micro_batches`, unless there are fewer examples.
+    A batch that runs out of memory is retried after captured decode steps are freed, then in halves, and a single example with
+    recomputed layers; `run` must have no effect if it raises.
     """
     budget = ActivationBudget(model)
     waiting = divide(examples, range(len(examples)), budget.tokens, min_micro_batches())
-    if budget.evens_out:
-        waiting = evened_out(examples, waiting, budget.tokens)
+    if budget.prefers_even_passes:
+        waiting = even_passes(examples, waiting, budget.tokens)
     waiting.reverse()
     force = False
     while waiting:
@@ -104,12 +104,14 @@ def each_micro_batch(
             continue
         if budget.release():
             logger.warning(
-                "out of memory with %d tokens in one pass; captured decode steps gave theirs back", batch.tokens
+                "out of memory with %d tokens in one pass; freed captured decode steps to retry", batch.tokens
             )
             waiting.append((indices, groups))
         elif len(indices) > 1:
             smaller = -(-batch.tokens // 2)
-            logger.warning("out of memory with %d tokens in one pass; going on with at most %d", batch.tokens, smaller)
+            logger.warning(
+                "out of memory with %d tokens in one pass; continuing with at most %d", batch.tokens, smaller
+            )
             budget.tokens = min(budget.tokens, smaller)
             waiting.extend(reversed(divide(examples, indices, budget.tokens, at_least=2)))
         elif not (force or budget.must_recompute(batch.tokens)):
@@ -129,7 +131,7 @@ def min_micro_batches() -> int:
 
 
 def divide(examples: Sequence[Example], indices: Sequence[int], token_budget: int, at_least: int) -> list[Pass]:
-    """Micro-batches, see packing.micro_batches."""
+    """Split these examples into passes, as packing.micro_batches does."""
     batches = []
     for groups in micro_batches([examples[i].tokens for i in indices], token_budget, at_least):
         members = sorted(member for group in groups for member in group.members)
@@ -139,14 +141,14 @@ def divide(examples: Sequence[Example], indices: Sequence[int], token_budget: in
     return batches
 
 
-def evened_out(examples: Sequence[Example], passes: list[Pass], token_budget: int) -> list[Pass]:
-    """As many passes as these within the same budget, none much larger than the others, where the sequences allow it."""
+def even_passes(examples: Sequence[Example], passes: list[Pass], token_budget: int) -> list[Pass]:
+    """As many passes as these within the same budget, but of similar sizes if the sequences allow it."""
     tokens = sum(group.tokens for _, groups in passes for group in groups)
     for slack in EVEN_SLACKS if len(passes) > 1 else ():
         even = min(token_budget, int(slack * tokens / len(passes)) + 1)
-        found = divide(examples, range(len(examples)), even, len(passes))
-        if len(found) == len(passes):
-            return found
+        candidate = divide(examples, range(len(examples)), even, len(passes))
+        if len(candidate) == len(passes):
+            return candidate
     return passes
 
 
@@ -167,7 +169,7 @@ def make_micro_batch(
         for member in group.members:
             new = np.ones(len(targets[member]), dtype=bool)
             scored[member] = scores = np.empty(len(new), dtype=np.int64)
-            if member != leader:  # with the same target, a position of the prefix has the leader's score
+            if member != leader:  # positions of the prefix with the leader's target share its score
                 shared = min(group.prefix, len(new))
                 new[:shared] = (targets[member][:shared] != targets[leader][:shared]).any(axis=1)
                 scores[:shared] = scored[leader][:shared]
@@ -202,7 +204,7 @@ def make_micro_batch(
 def _routes(
     examples: Sequence[Example], packed: Packed, groups: Sequence[PrefixGroup], device: torch.device
 ) -> torch.Tensor | None:
-    """The choices to replay of each row of the pass. A row that several examples share has the first one's."""
+    """The experts to replay in each row of the pass. A row shared by several examples has the first one's."""
     known = [example.routes for example in examples if example.routes is not None]
     if not known:
         return None

@@ -1,4 +1,4 @@
-"""AdamW over one adapter's matrices, with hyperparameters per step and a state that can be saved.
+"""AdamW over one adapter's matrices, with hyperparameters per step and state that can be saved.
 
 The update is torch's (Loshchilov and Hutter 2019, decoupled weight decay): the kernel of torch.optim.AdamW(fused=True),
 without its Python overhead per matrix.
@@ -17,24 +17,24 @@ from tinker_local_backend.errors import NonFiniteError, RequestError
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 MAX_JOINED = 1 << 18
-"""Elements of all gradients up to which, on a CPU, they are concatenated for their norm: matrix by matrix the overhead exceeds
-the computation."""
+"""Most elements of all gradients that are concatenated for their norm on a CPU: for small ones, overhead per matrix exceeds the
+computation."""
 
 
 class AdamW:
-    """Moments for a fixed list of parameters, in that order. Every step gets the learning rate and other hyperparameters."""
+    """Moments of a fixed list of parameters, in that order. Every step gets the learning rate and other hyperparameters."""
 
     def __init__(self, parameters: list[torch.Tensor]):
         self._parameters = parameters
         self._moments: dict[str, list[torch.Tensor]] = {}
         """keys are `_MOMENTS`; one tensor per parameter; empty before the first step"""
         self._steps = torch.zeros((), device=parameters[0].device)
-        """taken so far, the same for all parameters; float32 for the kernel"""
+        """steps taken so far, the same for all parameters; float32, as the kernel needs"""
 
     def step(self, gradients: list[torch.Tensor], params: tinker.AdamParams, norm: float | None = None) -> float:
-        """Update the parameters in place. Returns the global gradient norm before clipping: `norm`, if given.
+        """Update the parameters in place. Returns the global gradient norm before clipping (`norm` if given).
 
-        Raises NonFiniteError when it is not finite.
+        Raises NonFiniteError if it is not finite.
         """
         norm = global_norm(gradients) if norm is None else norm
         if not math.isfinite(norm):
@@ -83,14 +83,14 @@ class AdamW:
         }
 
     def load_state_tensors(self, names: list[str], tensors: dict[str, torch.Tensor]) -> None:
-        """The inverse of `state_tensors`. Raises ValueError, with nothing changed, unless all or none have a complete state."""
+        """The inverse of `state_tensors`. Raises ValueError, and changes nothing, unless the state is complete or empty."""
         shapes = {
             f"{name}.{key}": () if key == "step" else tuple(parameter.shape)
             for name, parameter in zip(names, self._parameters, strict=True)
             for key in (*_MOMENTS, "step")
         }
         if tensors and (different := sorted(shapes.keys() ^ tensors.keys())):
-            raise ValueError(f"optimizer state differs from the adapter's matrices in {different[:4]}")
+            raise ValueError(f"optimizer state does not match the adapter's matrices: {different[:4]}")
         for name, tensor in tensors.items():
             if tuple(tensor.shape) != shapes[name]:
                 raise ValueError(f"optimizer state {name} has shape {tuple(tensor.shape)}, expected {shapes[name]}")
@@ -120,7 +120,7 @@ def global_norm(gradients: Sequence[torch.Tensor]) -> float:
 
 
 def check_adam_params(params: tinker.AdamParams) -> None:
-    """Raise RequestError for a hyperparameter outside its range, before anything is changed."""
+    """Raise RequestError for a hyperparameter outside its range."""
     for name in ("learning_rate", "eps", "weight_decay", "grad_clip_norm"):
         value = getattr(params, name)
         if not (math.isfinite(value) and value >= 0):

@@ -1,7 +1,7 @@
 """Record samples for training, and check a datum's tokens and logprobs against the samples of its provenance.
 
-A datum's provenance (`tinker.Datum.with_provenance`) names, for each run of tokens, the sampled sequence that they come from:
-from its prompt, or sampled. For a sampling client with `record_stability_info=True` the engine records samples until an
+A datum's provenance (`tinker.Datum.with_provenance`) names the sampled sequence that each run of tokens comes from, and whether
+from its prompt or its completion. For a sampling client with `record_stability_info=True` the engine records samples until an
 optimizer step has trained on them.
 """
 
@@ -22,7 +22,7 @@ from tinker_local_backend.engine.training.datums import Example
 from tinker_local_backend.errors import RequestError
 
 MEMORY_BYTES = 1 << 30
-"""Beyond this, the oldest samples that were not trained on are evicted."""
+"""Bytes of recorded samples above which the oldest ones are evicted."""
 
 
 Prompt: TypeAlias = npt.NDArray[np.int32 | np.int64]
@@ -36,7 +36,7 @@ class Sampled:
     tokens: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
     routes: npt.NDArray[np.int16] | None = None
-    """(tokens - 1, layers, k): the experts that each token but the last went to; None: not recorded"""
+    """(tokens - 1, layers, k): the chosen experts of each token but the last; None if not recorded"""
 
     @property
     def nbytes(self) -> int:
@@ -46,7 +46,7 @@ class Sampled:
 
 
 class SampleMemory:
-    """Sampled sequences by sequence_id, up to `limit` bytes. On any thread."""
+    """Sampled sequences by sequence_id, up to `limit` bytes. Thread-safe."""
 
     def __init__(self, limit: int = MEMORY_BYTES) -> None:
         self._limit, self._bytes = limit, 0
@@ -62,8 +62,8 @@ class SampleMemory:
         sequences: Sequence[tinker.SampledSequence],
         routes: Sequence[Sequence[npt.NDArray[np.int16]]],
     ) -> None:
-        """Record the sequences of one request. `routes`: per token but the last, of each; empty where not recorded."""
-        # int32 holds every vocabulary; the ids of pictures need more.
+        """Record the sequences of one request. `routes`: of each sequence, per token but the last; empty if not recorded."""
+        # int32 fits every vocabulary; ids of pictures need int64.
         prompt_tokens: Prompt = np.array(prompt, dtype=np.int64 if any(map(is_picture, prompt)) else np.int32)
         with self._lock:
             for sequence, of_tokens in zip(sequences, routes, strict=True):
@@ -94,12 +94,12 @@ def check_provenance(
 ) -> set[str]:
     """Check the provenance of a datum of a policy loss; return the ids of its sequences.
 
-    Only sampled tokens may have advantages. Where `memory` has a sequence, the datum must equal it: input tokens, and sampled
-    targets with their logprobs. Targets in a run of a prompt have no loss and are not compared.
+    Only sampled tokens may have advantages. If `memory` has a sequence, the datum must equal it: input tokens, and sampled
+    targets with their logprobs. Targets from prompts have no loss and are not compared.
 
     Args:
-        known_only: refuse sequences that are not in `memory`: another process (an earlier one of the same run, or another
-            engine) sampled them, or they have been trained on or evicted.
+        known_only: refuse sequences that are not in `memory`, because another process sampled them, or because they were
+            trained on or evicted.
         where: name of the datum in errors.
 
     Raises:
@@ -128,14 +128,14 @@ def check_provenance(
             is_sampled, is_target = isinstance(span, tinker.SampledProvenanceSpan), field == "loss_fn_inputs"
             if is_target and not is_sampled and advantages[at].any():
                 raise RequestError(
-                    f"{run} is of a prompt, says its provenance, and has advantages; these are for sampled tokens"
+                    f"{run} comes from a prompt according to its provenance, but has advantages; only sampled tokens may"
                 )
             sampled = memory.get(span.sequence_id)
             if sampled is None:
                 if known_only:
                     raise RequestError(
-                        f"{run}: this engine knows no sequence {span.sequence_id!r} (verify_provenance): it was sampled "
-                        "elsewhere or without record_stability_info, or has been trained on; sample it anew"
+                        f"{run}: this engine has no record of sequence {span.sequence_id!r} (verify_provenance): it was sampled "
+                        "elsewhere or without record_stability_info, or has been trained on; sample it again"
                     )
                 continue
             if is_sampled:
@@ -148,12 +148,12 @@ def check_provenance(
 
 
 def routes_of(datum: tinker.Datum, memory: SampleMemory, where: str) -> npt.NDArray[np.int16] | None:
-    """The experts that a datum's input tokens went to when they were sampled, (N, layers, k): -1 for tokens of prompts, and for
-    the last of a sequence. None: no token was fed when it was sampled. Call it after `check_provenance` with known_only.
+    """The experts chosen in sampling for a datum's input tokens, (N, layers, k); -1 for tokens of prompts, and for the last one
+    of a sequence. None if no token has any. Call it after `check_provenance` with known_only.
 
     Raises RequestError for a sequence whose routes were not recorded.
     """
-    found: list[npt.NDArray[np.int16]] = []
+    routes: list[npt.NDArray[np.int16]] = []
     shape: tuple[int, ...] | None = None
     for span in datum.model_input_spans or ():
         sampled = memory.get(span.sequence_id)
@@ -167,11 +167,11 @@ def routes_of(datum: tinker.Datum, memory: SampleMemory, where: str) -> npt.NDAr
             known = sampled.routes[span.offset : span.offset + span.length]
             shape = known.shape[1:]
         known = np.zeros((0, 0, 0), np.int16) if known is None else known
-        found.append(known)
-        found.append(np.full((span.length - len(known), 0, 0), -1, np.int16))
+        routes.append(known)
+        routes.append(np.full((span.length - len(known), 0, 0), -1, np.int16))
     if shape is None:
         return None
-    return np.concatenate([part if part.size else np.full((len(part), *shape), -1, np.int16) for part in found])
+    return np.concatenate([part if part.size else np.full((len(part), *shape), -1, np.int16) for part in routes])
 
 
 def _compare(
@@ -181,12 +181,12 @@ def _compare(
     what: str,
     run: str,
 ) -> None:
-    """Raise RequestError unless a run equals, bit for bit, the record of its sequence."""
+    """Raise RequestError unless a run equals the record of its sequence bit for bit."""
     expected = recorded[span.offset : span.offset + span.length]
     if len(expected) < span.length:
         raise RequestError(
-            f"{run} are said to be {what} {span.offset} to {span.offset + span.length} of sequence {span.sequence_id!r}, which "
-            f"has {len(recorded)}"
+            f"{run}: its provenance is {what} {span.offset} to {span.offset + span.length} of sequence {span.sequence_id!r}, "
+            f"which has {len(recorded)}"
         )
     if (differs := np.flatnonzero(given != expected)).size:
         i = int(differs[0])

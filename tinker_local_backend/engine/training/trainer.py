@@ -43,11 +43,11 @@ from tinker_local_backend.errors import RequestError
 T = TypeVar("T")
 
 Parts = Generator[int | None, None, T]
-"""An operation that yields between its parts the tokens of the last one, if known, and returns its result."""
+"""An operation that yields between its parts the number of tokens of the last one (None: unknown), and returns its result."""
 
 
 def in_one(operation: Callable[[], T]) -> Parts[T]:
-    """An operation of a single part."""
+    """An operation with a single part."""
     yield from ()
     return operation()
 
@@ -73,15 +73,15 @@ def forward_backward(
 ) -> Parts[tinker.ForwardBackwardOutput]:
     """Loss, per-token logprobs and (with `backward`) gradients of a list of datums, in parts: one per micro-batch.
 
-    `indices` name the datums in errors, if they come from a longer list. `routes`: the choice of experts to replay in each.
+    `indices` identify the datums in errors, if they come from a longer list. `routes`: the experts to replay in each.
 
     Returns:
         loss_fn_outputs[i]["logprobs"]: float32 with the shape of data[i]'s target_tokens; metrics with "loss:sum". A forward
-        pass with loss_fn_config["entropies"] also has "entropies": those of softmax(logits / temperature), in nats.
+        pass with loss_fn_config["entropies"] also has "entropies" of softmax(logits / temperature), in nats.
 
     Raises:
         RequestError: the data, the loss or its config is invalid.
-        NonFiniteError: the loss or the gradient is NaN or infinite; it names the datums at fault.
+        NonFiniteError: the loss or the gradient is NaN or infinite; it names the datums that cause it.
     """
     loss, config, temperature = loss_function(loss_fn, loss_fn_config)
     names = indices or range(len(data))
@@ -106,7 +106,7 @@ def forward_backward(
                 scores, entropies = _scores(scorer, hidden, batch, wants_entropies)
             logprobs = batch.of_positions(scores)
             elementwise = loss.compute(logprobs, batch.inputs, config)
-            if gradient is not None:  # last: nothing may fail after gradients were added
+            if gradient is not None:  # last, so that a failed pass adds no gradient
                 backpropagate(model, backward_fn, gradient, state.adapter, into)
         return logprobs, elementwise, entropies
 
@@ -150,7 +150,7 @@ def _examples(
     names: Sequence[int],
     routes: Sequence[Routes] | None,
 ) -> list[Example]:
-    """The checked datums, with what to replay of each."""
+    """The checked datums, with the experts to replay."""
     if not data:
         raise RequestError("data is empty; give at least one datum")
     checked = [check_datum(datum, i, loss_fn, loss, model) for i, datum in zip(names, data, strict=True)]
@@ -166,7 +166,7 @@ def _split_outputs(
     entropies: torch.Tensor | None,
     outputs: list[dict[str, tinker.TensorData]],
 ) -> None:
-    """Put the logprobs and entropies of a micro-batch into the outputs of its examples."""
+    """Add the logprobs and entropies of a micro-batch to the outputs of its examples."""
     named = {"logprobs": scores}
     if entropies is not None:
         named["entropies"] = np.broadcast_to(entropies.float().cpu().numpy(), scores.shape)
@@ -176,17 +176,17 @@ def _split_outputs(
 
 
 def _wants_entropies(config: dict[str, float], backward: bool) -> bool:
-    """Whether entropies are asked for; takes the setting out of the config."""
-    wanted = bool(config.pop(ENTROPIES, 0.0))
-    if wanted and backward:
+    """Whether entropies are requested; removes the key from the config."""
+    requested = bool(config.pop(ENTROPIES, 0.0))
+    if requested and backward:
         raise RequestError("loss_fn_config['entropies'] is for a forward pass; call forward, or leave it out")
-    return wanted
+    return requested
 
 
 def _find_broken(
     model: BaseModel, examples: Sequence[Example], run: Callable[..., MicroBatchResult]
 ) -> Parts[list[int]]:
-    """Find the datums whose gradient is not finite, with a pass `run(batch, recompute, into)` each: it is rare."""
+    """Find the datums whose gradient is not finite, with one pass `run(batch, recompute, into)` per datum."""
     broken = []
     for i, example in enumerate(examples):
         yield
@@ -201,7 +201,7 @@ def _find_broken(
 def batch_pass(
     model: BaseModel, adapter: Adapter, batch: MicroBatch, gradient: bool = True
 ) -> tuple[torch.Tensor, Backward]:
-    """Hidden states (S, H) of the scored positions, and the backward pass from their gradient to the adapter's matrices."""
+    """Hidden states (S, H) of the rows to score, and the backward pass from their gradient to the adapter's matrices."""
     replay = None if batch.routes is None else Replay(batch.routes)
     hidden_TH, backward = model.training_pass(
         *batch.packed.on(model.device), batch.packed.plan(), adapter, gradient=gradient, routes=replay
@@ -217,13 +217,13 @@ def batch_pass(
 
 
 def _read(logprobs: torch.Tensor, elementwise: torch.Tensor) -> tuple[npt.NDArray[np.float32], float]:
-    """Copy logprobs and the sum of the losses to the host at once: float64 represents both exactly."""
+    """Copy logprobs and the sum of the losses to the host in one transfer, as float64, which represents both exactly."""
     both = torch.cat([logprobs.double().flatten(), elementwise.double().sum()[None]]).cpu().numpy()
     return both[:-1].astype(np.float32).reshape(logprobs.shape), float(both[-1])
 
 
 def sloped_rows(loss: LossFn, batch: MicroBatch) -> SlopedRows | None:
-    """The rows that may have a slope, on a GPU. None on a CPU, where inspecting the slopes is cheap and excludes more rows."""
+    """The rows that may have a slope, on a GPU. None on a CPU, where checking the slopes is cheap and excludes more rows."""
     device = batch.score_targets.device
     if device.type == "cpu":
         return None
@@ -234,7 +234,7 @@ def sloped_rows(loss: LossFn, batch: MicroBatch) -> SlopedRows | None:
 def _scores(
     scorer: Scorer, hidden: torch.Tensor, batch: MicroBatch, wants_entropies: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The logprobs of the scores, and the entropies of all positions if they are wanted."""
+    """The logprobs of the scores, and the entropies of all positions if requested."""
     if not wants_entropies:
         return scorer.logprobs(hidden, batch.score_targets), None
     scores, entropies = scorer.logprobs_and_entropies(hidden, batch.score_targets)
@@ -251,7 +251,7 @@ def _scores_and_gradient(
 
     @cache
     def in_order() -> tuple[torch.Tensor, torch.Tensor, npt.NDArray[np.int64]]:
-        # Positions sorted by score, so that those of a range of scores are adjacent.
+        # Positions sorted by score, so that the positions of a range of scores are adjacent.
         by_score, order = batch.scored.sort(stable=True)
         return by_score, order, np.sort(batch.host_scored)
 
@@ -279,7 +279,9 @@ def _slopes(loss: LossFn, logprobs: torch.Tensor, inputs: Mapping[str, torch.Ten
 def backpropagate(
     model: BaseModel, backward_fn: Backward, gradient: ScoreGradient, adapter: Adapter, gradients: list[torch.Tensor]
 ) -> None:
-    """Propagate the gradient of the scored hidden states to the adapter's matrices; add it to `gradients`, empty at first."""
+    """Backpropagate the gradient of the scored hidden states to the adapter's matrices; add it to `gradients`, initially
+    empty.
+    """
     parameters = adapter.parameters()
     new: list[torch.Tensor | None] = [None] * len(parameters) if gradient.is_zero else backward_fn(gradient.hidden)
     index = {id(parameter): i for i, parameter in enumerate(parameters)}
@@ -306,7 +308,7 @@ def optim_step(state: TrainState, params: tinker.AdamParams) -> tinker.types.Opt
         failure = state.failure
         state.clear()
         raise RequestError(
-            f"no step was taken: a forward_backward before it failed ({failure}), so its gradient is missing in the sum. "
+            f"no step was taken: a forward_backward before it failed ({failure}), so its gradient is missing from the sum. "
             "The gradients are cleared; submit the passes of this step again"
         )
     if state.gradients is None:

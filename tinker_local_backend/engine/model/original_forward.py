@@ -1,9 +1,9 @@
-"""Passes of models that attend in a way of their own: with ALiBi, by chunks, to chosen tokens, or in code of their own.
+"""Passes of models with other attention: ALiBi, chunked, sparse, or custom code.
 
-attention.py replaces the attention function alone, which is enough if a model hands it queries, keys and values of every layer
-once. Of all other models transformers' own forward runs on batches of equal sequences, (N, length), with its own masks and with
-a cache that reads and writes our pages and slots. Nothing here knows how a model attends. It is slower: a batch has segments of
-one length that begin at one position, and a step of decoding gathers the keys of its sequences.
+attention.py replaces only the attention function, which suffices if a model passes it queries, keys and values once per layer.
+For all other models transformers' forward runs unchanged on batches of equal sequences, (N, length), with its masks and with a
+cache that reads and writes our pages and slots. This works for any attention but is slower: a batch has segments of one length
+that begin at one position, and a decode step gathers the keys of its sequences.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers import Cache
 from tinker_local_backend.engine.model.attention import PackedPlan, Segment
 from tinker_local_backend.engine.model.kv_cache import KVSlots, LayerShape
 from tinker_local_backend.engine.model.lora import AdapterRouting, Spans, group_rows, owners_of
-from tinker_local_backend.engine.model.mixers import LayerStates, MixerCache, own_code
+from tinker_local_backend.engine.model.mixers import LayerStates, MixerCache, class_code
 from tinker_local_backend.engine.model.paged_attention import DecodePlan, Ints
 from tinker_local_backend.engine.model.states import StateCache, StateKey
 
@@ -32,7 +32,7 @@ _CALLS = {"update", "update_indexer"}
 
 
 class _Layer(LayerStates):
-    """And what the indexers of Qwen 4 and GLM 5 read of a layer of the cache."""
+    """Adds the part of a cache layer that the indexers of Qwen 4 and GLM 5 read."""
 
     def __init__(self, cache: SequenceCache, index: int):
         super().__init__(cache, index)
@@ -44,12 +44,12 @@ class _Layer(LayerStates):
 
     @property
     def keys(self) -> torch.Tensor:
-        """They read its shape alone."""
+        """On the meta device, because indexers read only its shape."""
         return torch.empty(len(self._cache.tokens), 1, self.get_seq_length(), 1, device="meta")
 
 
 class _Layers(list[Any]):
-    """transformers' list of layers: empty, so that no layer seems to have a window, but with an item for every layer."""
+    """transformers' list of layers. Its length is 0, so that no layer appears to have a window, but every index has an item."""
 
     def __init__(self, cache: SequenceCache):
         super().__init__()
@@ -60,12 +60,12 @@ class _Layers(list[Any]):
 
 
 class SequenceCache(MixerCache, Cache):
-    """What a model takes for transformers' cache: keys and states of N sequences with `past` tokens before the batch.
+    """Stands in for transformers' cache: keys and states of N sequences with `past` tokens before the batch.
 
     Args:
         tokens: of the batch, (N, length).
-        before: the keys of these tokens, by layer.
-        write: keeps the keys of the batch.
+        before: returns a layer's keys of the past tokens.
+        write: stores a layer's keys of the batch.
         initial: the states before the batch (see MixerCache).
     """
 
@@ -81,7 +81,7 @@ class SequenceCache(MixerCache, Cache):
         Cache.__init__(self, layers=_Layers(self))
         self.tokens, self.past = tokens, past
         self._before, self._write = before, write
-        if past:  # before transformers 5.18 Qwen 4 asks whether the cache has them
+        if past:  # Qwen 4 before transformers 5.18 checks whether the cache has them
             self.position_ids = torch.arange(past, device=tokens.device).expand(3, len(tokens), past)
         self.new: dict[int, Keys] = {}
         """of the batch, by layer"""
@@ -89,7 +89,7 @@ class SequenceCache(MixerCache, Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Keys:
-        """Keep the keys of the batch. Returns them behind those before."""
+        """Store the keys of the batch. Returns the past keys followed by the new ones."""
         new = key_states, value_states
         self.new[layer_idx] = new
         self._write(layer_idx, new)
@@ -99,7 +99,7 @@ class SequenceCache(MixerCache, Cache):
         return torch.cat([keys, key_states], dim=2), torch.cat([values, value_states], dim=2)
 
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
-        """The same for the keys (N, T, dim) of a layer's indexer, which are kept as those of a layer of their own."""
+        """The same for the keys (N, T, dim) of a layer's indexer, which are stored as a layer of negative index."""
         keys = indexer_key_states[:, None]
         return self.update(keys, keys[..., :1], -1 - layer_idx)[0][:, 0]
 
@@ -114,8 +114,8 @@ class SequenceCache(MixerCache, Cache):
 
 
 @dataclass(frozen=True, eq=False)
-class OwnForward:
-    """Runs the passes of a model through its own forward."""
+class OriginalForward:
+    """Runs the passes of a model through transformers' forward."""
 
     body: nn.Module
     routing: AdapterRouting
@@ -140,7 +140,7 @@ class OwnForward:
     ) -> torch.Tensor:
         owners = owners_of(spans, len(tokens_T))
         prefixes: dict[int, tuple[SequenceCache, int]] = {}
-        """where the keys of the prefix that begins there are"""
+        """start of a prefix -> the cache with its keys, and its index there"""
         results, gathered = [], []
         for members in _batches(plan.segments):
             first, length = members[0], members[0].end - members[0].start
@@ -166,16 +166,16 @@ class OwnForward:
         return torch.cat(results).index_select(0, torch.cat(gathered).argsort())
 
     def _writer(self, plan: PackedPlan, rows: torch.Tensor) -> Callable[[int, Keys], None]:
-        """Store the keys of these rows of the pass in the pages that the plan names."""
+        """Returns a function that stores the keys of these rows of the pass in the plan's pages."""
         chosen: KVSlots | None = None
         if plan.kv_slots is not None:
             slots, offsets = plan.kv_slots.slots, plan.kv_slots.offsets
             of_entry = plan.kv_slots.rows
             of_entry = torch.arange(len(slots), device=self.device) if of_entry is None else of_entry
-            places = torch.full((plan.segments[-1].end,), -1, device=self.device)
-            places[rows] = torch.arange(len(rows), device=self.device)
-            entries = (places[of_entry] >= 0).nonzero().flatten()
-            chosen = KVSlots(slots[entries], offsets[entries], places[of_entry[entries]])
+            index_of_row = torch.full((plan.segments[-1].end,), -1, device=self.device)
+            index_of_row[rows] = torch.arange(len(rows), device=self.device)
+            entries = (index_of_row[of_entry] >= 0).nonzero().flatten()
+            chosen = KVSlots(slots[entries], offsets[entries], index_of_row[of_entry[entries]])
 
         def write(layer: int, new: Keys) -> None:
             keys, values = new
@@ -188,7 +188,7 @@ class OwnForward:
     def _decode(
         self, tokens_R: torch.Tensor, positions_R: torch.Tensor, plan: DecodePlan, spans: Spans
     ) -> torch.Tensor:
-        """Sequences of one length together, so that no model needs to know of padding."""
+        """Batches sequences of one length, so that no model needs padding masks."""
         owners = owners_of(spans, len(tokens_R))
         results, gathered = [], []
         for length in np.unique(plan.lengths_R):
@@ -226,17 +226,18 @@ class OwnForward:
         return SequenceCache(tokens, length, before, write, initial)
 
 
-def attends_by_itself(module: nn.Module) -> bool:
-    """Whether a module's own code gives keys to a cache."""
+def has_custom_attention(module: nn.Module) -> bool:
+    """Whether the code of a module itself writes keys to a cache."""
     return any(
         _CALLS.intersection(code.co_names) and {"past_key_values", "layer_past"}.intersection(code.co_varnames)
-        for code in own_code(type(module))
+        for code in class_code(type(module))
     )
 
 
 def _batches(segments: Sequence[Segment]) -> Iterator[list[Segment]]:
-    """Segments of one length, behind as many tokens, whose keys come from one kind of place. What others read comes first:
-    it has fewer tokens before it."""
+    """Group segments of one length, with equally many past tokens from the same kind of source. Prefixes come before the segments
+    that read them, because they have fewer past tokens.
+    """
     groups: dict[tuple[int, int, bool, bool, int], list[Segment]] = {}
     for segment in segments:
         prefix = 0 if segment.prefix is None else segment.prefix[1] - segment.prefix[0]
@@ -280,9 +281,9 @@ def _states_before(
 def _prefix_of(
     members: Sequence[Segment], prefixes: Mapping[int, tuple[SequenceCache, int]]
 ) -> tuple[SequenceCache, torch.Tensor]:
-    """The cache of the batch that has their prefixes, and which of its sequences these are."""
-    found = [prefixes[segment.prefix[0]] for segment in members if segment.prefix is not None]
-    return found[0][0], torch.tensor([index for _, index in found])
+    """The cache of the batch with their prefixes, and the prefixes' indices in it."""
+    entries = [prefixes[segment.prefix[0]] for segment in members if segment.prefix is not None]
+    return entries[0][0], torch.tensor([index for _, index in entries])
 
 
 def _by_head(x: torch.Tensor) -> torch.Tensor:
