@@ -403,7 +403,7 @@ class TestRules:
 
     def test_ours(self, ask: Ask, sampler: SamplingClient) -> None:
         allowed = [{"temperature": 0.7, "top_k": 3, "top_p": 0.5}]
-        self.check(sampler, r"temperature 0.001 is one that vLLM takes to be 0.01", allowed, temperature=0.001)
+        self.check(sampler, r"temperature 0.001 is raised to 0.01", allowed, temperature=0.001)
 
 
 def test_a_run_says_who_samples(stand_in: StandIn) -> None:
