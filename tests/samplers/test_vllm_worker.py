@@ -145,7 +145,7 @@ class TestErrors:
             ask([NOT_A_NUMBER, 40], samples=2).result()
 
     def test_an_answer_that_is_not_understood_ends_it(self, ask: Ask, stand_in: StandIn) -> None:
-        with pytest.raises(SamplingError, match=r"its answer b'vLLM says hello.*' is not understood \(JSONDecodeError"):
+        with pytest.raises(SamplingError, match=r"its answer b'vLLM says hello.*' is invalid \(JSONDecodeError"):
             ask([CHATTY]).result()
         assert ask([1, 40]).result().sequences[0].tokens == [41, 42, 43]
 

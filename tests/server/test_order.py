@@ -183,7 +183,7 @@ def test_an_unknown_or_ended_thing_is_told_at_once(wire: Wire) -> None:
         wire.post("/get_info", model_id=model),
         wire.post("/create_sampling_session", session_id=session, sampling_session_seq_id=0, base_model=_base(wire)),
     ):
-        assert status == 404 and "go on from a saved checkpoint" in reply["detail"]
+        assert status == 404 and "continue from a saved checkpoint" in reply["detail"]
     assert wire.result({"request_id": "never"})["category"] == "user"
 
 
