@@ -2,8 +2,8 @@
 
     make constraints        or        python -m tools.constraints only=inspect,wandb
 
-What cannot stand beside the pinned versions is named at the end, with the reason.
-Minutes long, and needs a package index. Ends with exit code 1 when an extra does not resolve.
+Packages that conflict with the pinned versions are listed at the end, with the reason.
+Takes minutes, and needs a package index. Exits with 1 if an extra does not resolve.
 """
 
 import subprocess

@@ -32,7 +32,7 @@ class CLIConfig:
     held_out: str = chz.field(default="test/env/all/correct", doc="the metric of evaluations")
     questions: str = chz.field(
         default="test/env/all/total_episodes",
-        doc="metric with the number of questions of an evaluation, for the interval of a share",
+        doc="metric with the number of questions of an evaluation, for intervals",
     )
 
 

@@ -246,7 +246,7 @@ def _field(node: ast.AnnAssign) -> str:
     text = f"{ast.unparse(node.target)}: {ast.unparse(node.annotation)}"
     default = node.value
     if isinstance(default, ast.Call) and ast.unparse(default.func) in ("chz.field", "field", "dataclasses.field"):
-        # Of a field(...) call only the default is of interest; the rest is documentation and checks.
+        # From a field(...) call only the default matters; the rest is documentation and checks.
         keywords = {keyword.arg: keyword.value for keyword in default.keywords}
         if "default" not in keywords:
             return f"{text} = ..." if {"default_factory", "blueprint_unspecified"} & keywords.keys() else text

@@ -130,7 +130,7 @@ class Samplers:
         return self._load(Sampler(sampler_id, session, model.name, model_path, bytes=size))
 
     async def named(self, tenant: Tenant, model: str) -> tuple[ServedModel, CheckpointInfo | None, str]:
-        """The base model and checkpoint (or None) of a base model's name or a `tinker://` path, and the name, in which `latest` is
+        """The base model and checkpoint (or None) of a base model's name or a `tinker://` path, and the name with `latest`
         resolved (`resolve_latest`). Raises Refused or CheckpointError if there is none."""
         if not model.startswith("tinker://"):
             return served(self._link.models, model, status=404), None, model

@@ -48,7 +48,7 @@ def save(
     recipients: Recipients | None = None,
 ) -> None:
     """Write a checkpoint to a temporary folder, sync it, and rename it into place. `gradients`: pending for the next step.
-    With recipients the adapter's files are encrypted, with names that end in .age; nothing is written in clear.
+    With recipients the adapter's files are encrypted, with names that end in .age; nothing is written unencrypted.
 
     Raises:
         RequestError: the name is taken and `overwrite` is False, the ttl is not positive, or a link leads out of the home.
@@ -176,7 +176,7 @@ def load_adapter(home: Path, path: CheckpointPath, target: Adapter) -> None:
 
 
 def made_quantization(file: Path) -> str | None:
-    """Format to which TINKER_LOCAL_QUANTIZATION quantised the base weights that an adapter was trained on; None: not quantised."""
+    """Format to which TINKER_LOCAL_QUANTIZATION quantised the base weights that an adapter was trained on; None: none."""
     with safe_open(file, framework="pt") as opened:
         return (opened.metadata() or {}).get(QUANTIZATION)
 
@@ -240,8 +240,8 @@ def _check_unchanged(file: Path, path: CheckpointPath) -> None:
     expected = info_in(file.parent, path).sha256.get(file.name)
     if expected is not None and _sha256(file) != expected:
         raise CheckpointError(
-            f"checkpoint {path}: {file.name} is damaged (its checksum differs from the one in {INFO_FILE}); continue from another "
-            "checkpoint, or copy this one again from its source"
+            f"checkpoint {path}: {file.name} is damaged (its checksum differs from the one in {INFO_FILE}); continue from "
+            "another checkpoint, or copy this one again from its source"
         )
 
 
