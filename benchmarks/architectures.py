@@ -4,7 +4,7 @@
     python -m benchmarks.architectures only=granite,gemma2 page=
 
 Each is a random model of a few thousand parameters. Sampled logprobs are compared with those of plain transformers in float64 on
-the same tokens, one sequence at a time; the trainer's logprobs and the gradients of every adapter matrix with those of PEFT, after
+the same tokens, one sequence at a time; the trainer's logprobs and the gradients of all adapter matrices with those of PEFT after
 loading the adapter that the engine saved.
 """
 

@@ -29,9 +29,7 @@ class CheckpointsConfig:
     """Keys of `python -m benchmarks.checkpoints`."""
 
     sizes: list[int] = chz.field(default_factory=lambda: [10, 100, 500], doc="checkpoints in the run, growing")
-    repetitions: int = chz.field(
-        default=15, doc="repetitions of each call; the median is reported", validator=chz.validators.gt(0)
-    )
+    repetitions: int = chz.field(default=15, doc="calls of each kind, for the median", validator=chz.validators.gt(0))
     output: str | None = chz.field(default=None, doc="JSON file for the result; default: none")
 
 

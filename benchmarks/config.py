@@ -44,7 +44,9 @@ class CommonConfig:
     )
     threads: int = chz.field(default=2, doc="CPU threads of every contender", validator=chz.validators.gt(0))
     rank: int = chz.field(default=16, doc="rank of the LoRA adapters", validator=chz.validators.gt(0))
-    models_dir: str = chz.field(default=DEFAULT_MODELS_DIR, doc="folder of the random-weight models, which are made once")
+    models_dir: str = chz.field(
+        default=DEFAULT_MODELS_DIR, doc="folder of the random-weight models, which are made once"
+    )
     output: str = chz.field(default=RESULTS, doc="folder for the results (JSON and markdown)")
 
 
@@ -78,7 +80,9 @@ def environment(config: CommonConfig) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in values}
     for name, key in {"TINKER_LOCAL_DEVICE": "device", "TINKER_LOCAL_DTYPE": "dtype"}.items():
         if before[name] and before[name] != values[name]:
-            raise BenchmarkError(f"{name}={before[name]} is set together with {key}={values[name]}; give {key}=, and unset it")
+            raise BenchmarkError(
+                f"{name}={before[name]} is set together with {key}={values[name]}; give {key}=, and unset it"
+            )
     threads_before = torch.get_num_threads()
     os.environ.update(values)
     torch.set_num_threads(config.threads)
@@ -110,7 +114,7 @@ def run_benchmark(main: Callable[[Any], None]) -> None:
 
 
 def _restart_with_threads(threads: int) -> None:
-    """Restart Python, because OpenMP reads its variable once, at start, and all threads of a contender must use the same value."""
+    """Restart Python, because OpenMP reads its variable only at start, and all threads of a contender need the same value."""
     if os.environ.get("OMP_NUM_THREADS") != str(threads):
         os.environ["OMP_NUM_THREADS"] = str(threads)
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

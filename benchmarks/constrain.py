@@ -54,7 +54,9 @@ class Config(CommonConfig):
     rows: int = chz.field(default=64, doc="sequences in a batch", validator=chz.validators.gt(0))
     steps: int = chz.field(default=100, doc="measured steps", validator=chz.validators.gt(0))
     warm_up: int = chz.field(default=10, doc="warm-up steps", validator=chz.validators.ge(0))
-    vocabulary: int = chz.field(default=150_000, doc="vocabulary size of the second table", validator=chz.validators.gt(1000))
+    vocabulary: int = chz.field(
+        default=150_000, doc="vocabulary size of the second table", validator=chz.validators.gt(1000)
+    )
 
 
 def run(config: Config) -> Report:

@@ -39,9 +39,7 @@ class Config(CommonConfig):
     steps: int = chz.field(
         default=9, doc="steps alone and under each flood, for the median", validator=chz.validators.gt(0)
     )
-    outstanding: int = chz.field(
-        default=4, doc="outstanding requests of the flood", validator=chz.validators.gt(0)
-    )
+    outstanding: int = chz.field(default=4, doc="outstanding requests of the flood", validator=chz.validators.gt(0))
 
 
 Ask = Callable[[int], Sequence[Any]]

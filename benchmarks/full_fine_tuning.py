@@ -37,7 +37,9 @@ class FullConfig:
     """Keys of `python -m benchmarks.full_fine_tuning`."""
 
     rates: tuple[float, ...] = chz.field(default=(3e-4, 1e-3, 3e-3, 1e-2), doc="peak learning rates")
-    seeds: tuple[int, ...] = chz.field(default=(0, 1, 2), doc="seeds of the order of the data; a run for each rate and seed")
+    seeds: tuple[int, ...] = chz.field(
+        default=(0, 1, 2), doc="seeds of the order of the data; a run for each rate and seed"
+    )
     steps: int = chz.field(default=8, doc="batches of each run", validator=chz.validators.gt(0))
     output: str = chz.field(default=RESULTS, doc="folder for the results (JSON and markdown)")
 

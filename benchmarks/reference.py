@@ -1,4 +1,4 @@
-"""What the engine must compute, written down a second time: transformers' model in float64, whole matrices, autograd."""
+"""Independent reference for the engine: transformers' model in float64, with merged weights and autograd."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,12 +13,12 @@ from tinker_local_backend import TrainingClient
 
 
 def expert_tensor(experts: Any, leaf: str) -> str:
-    """The tensor of a module of routed experts that has the outputs of a matrix: gate and up may be in one."""
+    """Name of the tensor of a routed experts module with the outputs of a matrix: gate and up may be fused in one tensor."""
     return leaf if hasattr(experts, leaf) else "gate_up_proj"
 
 
 def experts_with(experts: Any, leaf: str, weights: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """This tensor of routed experts with the delta (experts or 1, out, in) of a matrix added, all of it or to its gate or up."""
+    """A tensor of routed experts plus the delta (experts or 1, out, in) of a matrix, added to all of it or to its gate or up half."""
     by_output = weights.transpose(1, 2) if experts.is_transposed else weights
     outputs = torch.arange(by_output.shape[1])
     if expert_tensor(experts, leaf) != leaf:
@@ -29,7 +29,7 @@ def experts_with(experts: Any, leaf: str, weights: torch.Tensor, delta: torch.Te
 
 
 class Reference:
-    """A model in double precision, on the CPU wherever the engine is. LoRA enters as W + scale * B @ A in the weights."""
+    """A model in double precision, always on the CPU. LoRA is merged into the weights as W + scale * B @ A."""
 
     def __init__(self, model_path: str):
         self.model = AutoModelForCausalLM.from_pretrained(
@@ -37,12 +37,12 @@ class Reference:
         ).requires_grad_(False)
 
     def adapter_of(self, client: TrainingClient) -> dict[str, torch.Tensor]:
-        """Double precision copies of a client's A and B matrices, as leaves, in the engine's order."""
+        """Double precision copies of a client's A and B matrices, as autograd leaves, in the engine's order."""
         named = client._run.state.adapter.named_parameters()
         return {name: matrix.detach().cpu().double().clone().requires_grad_() for name, matrix in named}
 
     def logits(self, tokens: Sequence[int], adapter: Mapping[str, torch.Tensor] | None = None, scale: float = 1.0):
-        """(N, vocabulary) float64 of one sequence by itself."""
+        """Logits (N, vocabulary) in float64 of one sequence."""
         weights = dict(self.model.named_parameters(remove_duplicate=False))
         merged = {}
         for name, a in (adapter or {}).items():

@@ -50,8 +50,8 @@ class Config:
 
     seconds: float | None = chz.field(
         default=None,
-        doc="time for all sections, divided by their shares. Default: 600 on a GPU; 3600 elsewhere, of which an idle core needs a "
-        "quarter",
+        doc="time for all sections, divided by their shares. Default: 600 on a GPU; 3600 elsewhere, of which an idle core needs "
+        "a quarter",
         validator=positive_or_none,
     )
     device: Literal["auto", "cuda", "cpu"] = chz.field(default="auto", doc="auto: cuda when torch sees one, else cpu")

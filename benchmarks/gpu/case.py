@@ -37,18 +37,18 @@ Array = npt.NDArray[np.floating[Any]]
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Largest accepted differences. In bfloat16 single tokens may be far off, so means and quantiles count there."""
+    """Bounds on differences. In bfloat16 single tokens may be far off, so only mean and quantile count there."""
 
     largest: float
-    """of one logprob"""
+    """largest |difference| of a logprob"""
     mean: float
-    """of |difference| of logprobs"""
+    """mean |difference| of logprobs"""
     quantile: float
-    """99.9 %"""
+    """99.9 % quantile of |difference| of logprobs"""
     gradient: float
-    """norm of the error of a matrix's gradient, as a share of the norm of the gradient"""
+    """||error|| / ||gradient|| of a matrix"""
     same_tokens: float
-    """share of sequences that must be equal alone and in a crowd"""
+    """share of sequences that must be equal alone and in a large batch"""
 
 
 TOLERANCES = {

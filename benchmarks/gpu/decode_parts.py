@@ -38,15 +38,15 @@ COLUMNS = ["off", "ms/token", "x of the time with", "launches/token", "waits/tok
 
 @dataclass(frozen=True)
 class DecodeVariation(Variation):
-    """`captured`: a step that can be; else it is compared with the whole path without capture."""
+    """`captured`: the variation can be captured; otherwise it is compared with the full path without capture."""
 
     captured: bool = True
     steps: int = BURST
-    """between two looks of the host"""
+    """steps between two host synchronisations"""
     adapters: bool = True
 
     @property
-    def beside(self) -> str:
+    def baseline(self) -> str:
         return ALL_ON if self.captured or self.off == UNCAPTURED else UNCAPTURED
 
 

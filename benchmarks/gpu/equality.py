@@ -53,10 +53,10 @@ class Results:
 
 @dataclass(frozen=True)
 class Truth:
-    """The same tokens in float64."""
+    """The reference in float64."""
 
     sampled: Callable[[Sequence[Sequence[int]]], list[np.ndarray]]
-    """of completions, in the order of `Found.tokens`"""
+    """logprobs of completions, in the order of `Results.tokens`"""
     trained: np.ndarray
     gradients: dict[str, np.ndarray]
 
@@ -128,19 +128,19 @@ def _truth(case: Case) -> Truth:
     return Truth(sampled, np.concatenate(logprobs), gradients)
 
 
-def _row(findings: Findings, name: str, case: Case, found: Found, truth: Truth, plain: Found) -> list[str]:
-    sampled = np.abs(np.concatenate(found.sampled) - np.concatenate(truth.sampled(found.tokens)))
-    trained = np.abs(found.trained - truth.trained)
+def _row(findings: Findings, name: str, case: Case, results: Results, truth: Truth, plain: Results) -> list[str]:
+    sampled = np.abs(np.concatenate(results.sampled) - np.concatenate(truth.sampled(results.tokens)))
+    trained = np.abs(results.trained - truth.trained)
     limit = case.tolerance
     for what, difference in (("sampled", sampled), ("trained", trained)):
         findings.check(f"equality: {name}: {what} logprobs, mean", float(difference.mean()), limit.mean)
         if np.isfinite(limit.largest):
             findings.check(f"equality: {name}: {what} logprobs, largest", float(difference.max()), limit.largest)
-    gradient = float(np.max(list(gradient_errors(found.gradients, truth.gradients).values())))  # NaN stays
+    gradient = float(np.max(list(gradient_errors(results.gradients, truth.gradients).values())))  # NaN stays
     findings.check(f"equality: {name}: gradient", gradient, limit.gradient)
-    same = sum(mine == theirs for mine, theirs in zip(found.tokens, plain.tokens, strict=True))
+    same = sum(mine == theirs for mine, theirs in zip(results.tokens, plain.tokens, strict=True))
     if case.model.dtype == torch.float32:
-        other = 1 - same / len(found.tokens)
+        other = 1 - same / len(results.tokens)
         findings.check(f"equality: {name}: sequences with other tokens", other, MOST_OTHER_TOKENS)
     numbers = (sampled.mean(), sampled.max(), trained.mean(), trained.max(), gradient)
-    return [*(f"{number:.1e}" for number in numbers), f"{same} of {len(found.tokens)}"]
+    return [*(f"{number:.1e}" for number in numbers), f"{same} of {len(results.tokens)}"]
