@@ -3,8 +3,8 @@
     python -m benchmarks.model_aware
     python -m benchmarks.model_aware only=train_ghost seeds=0 page=
 
-Trains the experiment files of configs/, one run for each file and seed, and writes the table of docs/model_aware.md. With the same
-folder, finished runs are kept.
+Trains the experiment files of configs/, one run for each file and seed, and writes the table of docs/model_aware.md. With the
+same folder, finished runs are kept.
 """
 
 import asyncio

@@ -4,9 +4,9 @@
     python -m benchmarks.pacing slow_seconds=5 slow_share=0.1 steps=4
 
 Most groups get their rewards after `fast_seconds`, and a share of them, drawn by seed, after `slow_seconds`. The environment
-sleeps, so a step that trains on its own samples takes at least `slow_seconds` on any machine. A stream can hide as much of that as
-its training takes, so the second table has a scripted service whose sampling and training take time too, as on a GPU; it does not
-depend on the load of this machine. Seconds are those of the loop, from its first step to its last.
+sleeps, so a step that trains on its own samples takes at least `slow_seconds` on any machine. A stream can hide as much of that
+as its training takes, so the second table has a scripted service whose sampling and training take time too, as on a GPU; it does
+not depend on the load of this machine. Seconds are those of the loop, from its first step to its last.
 """
 
 import asyncio

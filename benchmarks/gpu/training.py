@@ -33,7 +33,7 @@ PUBLISHED = {
     ("qwen3-4b", 65536): "4,160 tokens/s, 42 GiB",
     ("qwen3-0.6b", 16384): "13,300 tokens/s",
 }
-"""prime-rl's published numbers for LoRA of rank 16 with all layers recomputed, by shape and sequence length (unknown for 0.6B)."""
+"""prime-rl's published numbers for LoRA of rank 16 with all layers recomputed, by shape and sequence length (0.6B: unknown)."""
 
 
 @dataclass(frozen=True)
