@@ -18,7 +18,7 @@ def expert_tensor(experts: Any, leaf: str) -> str:
 
 
 def experts_with(experts: Any, leaf: str, weights: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """A tensor of routed experts plus the delta (experts or 1, out, in) of a matrix, added to all of it, or to gate or up only."""
+    """A tensor of routed experts plus the delta (experts or 1, out, in) of a matrix, added to all of it or to gate or up only."""
     by_output = weights.transpose(1, 2) if experts.is_transposed else weights
     outputs = torch.arange(by_output.shape[1])
     if expert_tensor(experts, leaf) != leaf:

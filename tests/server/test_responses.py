@@ -197,8 +197,8 @@ IMAGE = [{"role": "user", "content": [{"type": "input_image", "image_url": "http
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"store": True}, "store is not supported: nothing is stored here"),
-        ({"previous_response_id": "r"}, "previous_response_id is not supported: nothing is stored here"),
+        ({"store": True}, "store is not supported: nothing is stored or truncated here"),
+        ({"previous_response_id": "r"}, "previous_response_id is not supported: nothing is stored or truncated here"),
         ({"conversation": "c"}, "conversation is not supported"),
         ({"background": True}, "background is not supported"),
         ({"truncation": "auto"}, "truncation is not supported: nothing is stored or truncated here"),
