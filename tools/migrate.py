@@ -121,7 +121,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--recipe", help="the recipe of files that name none, such as math_rl")
     given = parser.parse_args(arguments)
     if given.recipe is not None and recipe_named(given.recipe) is None:
-        parser.error(f"--recipe {given.recipe}: there is no such recipe; python -m recipes lists them")
+        parser.error(f"--recipe {given.recipe}: the recipe does not exist; python -m recipes lists all")
     for file in given.files or [None]:
         if file is not None and not file.is_file():
             parser.error(f"{file}: the file does not exist")
