@@ -1,1 +1,1 @@
-"""Speed and memory of the local engine, measured beside the tools that people use instead. See benchmarks/README.md."""
+"""Speed and memory of the local engine, compared with alternative tools. See benchmarks/README.md."""

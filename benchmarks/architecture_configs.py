@@ -1,7 +1,7 @@
-"""Small configs of decoder-only architectures that transformers knows, each with what makes it different switched on.
+"""Small configs of transformers' decoder-only architectures, each with its distinctive features enabled.
 
-Windows are shorter than the sequences that are compared, soft caps and scales are far from neutral, and heads are tied or not as
-in the released models: whatever the engine left out would show.
+Windows are shorter than the compared sequences, soft caps and scales are far from neutral, and heads are tied or not as in the
+released models, so that a feature that the engine left out would show.
 """
 
 from __future__ import annotations
@@ -60,21 +60,23 @@ NOT_LISTED = {
     "qwen3_5_moe": "its text is qwen3_5_moe_text",
     "qwen4_exp": "its text is qwen4_exp_text",
 }
-"""Why a model type of transformers' causal language models is not in the table."""
+"""Model type of transformers' causal language models -> why it is not in the table."""
 
 
 def unlisted() -> set[str]:
-    """Model types of transformers' causal language models that are neither in the table nor left out for a reason."""
+    """Model types of transformers' causal language models that are neither in the table nor in NOT_LISTED."""
     return {config.model_type for config in MODEL_FOR_CAUSAL_LM_MAPPING} - ARCHITECTURES.keys() - NOT_LISTED.keys()
 
 
 def make_config(model_type: str) -> PretrainedConfig:
-    """The small config of an architecture; of a model that also takes images, with that of its text in `text_config`."""
-    fields = _stated(ARCHITECTURES[model_type])
+    """The small config of an architecture; a model that also takes images has its text config in `text_config`."""
+    fields = _without_none(ARCHITECTURES[model_type])
     if "text_config" in fields:
-        return AutoConfig.for_model(model_type, **{**fields, "text_config": {**IDS, **_stated(fields["text_config"])}})
+        return AutoConfig.for_model(
+            model_type, **{**fields, "text_config": {**IDS, **_without_none(fields["text_config"])}}
+        )
     return AutoConfig.for_model(model_type, **{**IDS, **fields})
 
 
-def _stated(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in fields.items() if value is not None}

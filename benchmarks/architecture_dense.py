@@ -1,4 +1,4 @@
-"""Small configs of dense models that attend in all layers."""
+"""Small configs of dense models with attention in all layers."""
 
 from typing import Any
 

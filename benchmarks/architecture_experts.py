@@ -1,4 +1,4 @@
-"""Small configs of mixtures of experts, of latent attention, and of attention to chosen tokens."""
+"""Small configs of mixtures of experts, of latent attention, and of sparse attention with an indexer."""
 
 from typing import Any
 

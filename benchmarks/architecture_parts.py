@@ -1,4 +1,4 @@
-"""What the small configs of architectures share."""
+"""Fields that the small configs of architectures share."""
 
 VOCABULARY, CONTEXT, WINDOW = 1536, 256, 8
 
@@ -88,7 +88,7 @@ CHOSEN = {
     "index_head_dim": 8,
     "layer_types": ["deepseek_sparse_attention", "deepseek_sparse_attention"],
 }
-"""Attention to the six tokens that an indexer chooses, under the names before transformers 5.18, which later ones also take."""
+"""Attention to six tokens chosen by an indexer, under the names before transformers 5.18, which later versions also accept."""
 INKLING = {
     "swa_num_attention_heads": 4,
     "swa_num_key_value_heads": 2,
@@ -116,7 +116,7 @@ TOWER = {
     "num_position_embeddings": 16,
     "deepstack_visual_indexes": [0],
 }
-"""An encoder of images, which no text goes through."""
+"""An image encoder, which text does not pass through."""
 SCALED = {
     **YARN,
     "original_max_position_embeddings": 16,
@@ -124,4 +124,4 @@ SCALED = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
 }
-"""Queries grow with the position, from the sixteenth token on."""
+"""Queries are scaled up with the position from the sixteenth token on."""

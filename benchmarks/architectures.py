@@ -1,11 +1,11 @@
-"""What the engine makes of each decoder-only architecture: trains, samples only, or refuses it. Writes docs/models.md.
+"""How the engine supports each decoder-only architecture: trains, samples only, or refuses it. Writes docs/models.md.
 
     python -m benchmarks.architectures
     python -m benchmarks.architectures only=granite,gemma2 page=
 
 Each is a random model of a few thousand parameters. Sampled logprobs are compared with those of plain transformers in float64 on
-the same tokens, one sequence at a time; the trainer's logprobs and the gradients of every adapter matrix with those of PEFT, to
-which the adapter that the engine saved is given.
+the same tokens, one sequence at a time; the trainer's logprobs and the gradients of all adapter matrices with those of PEFT after
+loading the adapter that the engine saved.
 """
 
 import shutil
@@ -44,7 +44,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 MARK = "<!-- what follows is written by python -m benchmarks.architectures -->"
 RANK = 4
 LARGEST_DIFFERENCE = 1e-3
-"""Of a logprob, or of a gradient as a share of its matrix's largest entry, that is still rounding."""
+"""Accepted as rounding: difference of a logprob, or of a gradient relative to its matrix's largest entry."""
 
 FLOAT32_ONLY = ("xglm", "inkling2_text")
 """Model types that transformers cannot compute in float64."""
@@ -57,12 +57,12 @@ class ArchitecturesConfig:
     """Keys of `python -m benchmarks.architectures`."""
 
     only: list[str] | None = chz.field(default=None, doc="model types, separated by commas; default: all")
-    page: str = chz.field(default=str(PAGE), doc="Markdown file whose table is written anew; empty: only print")
+    page: str = chz.field(default=str(PAGE), doc="Markdown file whose table is rewritten; empty: only print")
 
 
 @dataclass
 class Finding:
-    """What was found about one architecture. Differences are the largest ones, None where there is nothing to compare."""
+    """The result for one architecture. Differences are maxima; None if there is nothing to compare."""
 
     model_type: str
     verdict: str = REFUSED
@@ -82,9 +82,9 @@ class Finding:
 
 
 def write_model(model_type: str, folder: Path) -> Any:
-    """A random model with the shipped tokenizer in a folder. Returns it in float64, as transformers computes it.
+    """Write a random model with the shipped tokenizer to a folder. Returns transformers' model in float64.
 
-    Norms and biases are random too: as they are initialised, a forgotten one would change nothing.
+    Norms and biases are random too: with their usual initial values, leaving one out would change nothing.
     """
     config, generator = make_config(model_type), torch.Generator().manual_seed(7)
     with torch.random.fork_rng():
@@ -103,13 +103,13 @@ def write_model(model_type: str, folder: Path) -> Any:
 
 
 def copy_tokenizer(folder: Path) -> None:
-    """The shipped tokenizer."""
+    """Copy the shipped tokenizer to a folder."""
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(Path(EXAMPLE_MODEL) / name, folder)
 
 
 def load_plain(folder: Path) -> Any:
-    """transformers' own model, in float64 if it can."""
+    """transformers' model, in float64 if it supports that."""
     config = AutoConfig.from_pretrained(folder)
     dtype = torch.float32 if config.model_type in FLOAT32_ONLY else torch.float64
     return (
@@ -120,7 +120,7 @@ def load_plain(folder: Path) -> Any:
 
 
 def check(model_type: str, folder: Path) -> Finding:
-    """Everything about one architecture; `folder` is its own."""
+    """Check one architecture, in an empty folder."""
     plain = write_model(model_type, folder / "model")
     finding = Finding(model_type)
     with ServiceClient(home=folder / "home") as service:
@@ -148,14 +148,14 @@ def check(model_type: str, folder: Path) -> Finding:
                 lost = sorted({*lost, *more})
             if lost:
                 finding.reason += f"{'; ' if finding.reason else ''}PEFT does not load {', '.join(lost)}"
-    found = [d for d in (finding.sampled, finding.trained, finding.gradient) if d is not None]
-    if not max(found) <= LARGEST_DIFFERENCE:
+    differences = [d for d in (finding.sampled, finding.trained, finding.gradient) if d is not None]
+    if not max(differences) <= LARGEST_DIFFERENCE:
         finding.verdict = WRONG
     return finding
 
 
 def _training_client(service: ServiceClient, path: str, layout: ExpertLayout) -> TrainingClient:
-    """With an adapter on everything that can have one, and this layout on routed experts."""
+    """A client with an adapter on all modules that can have one, and this layout on routed experts."""
     options: dict[str, Any] = {"rank": RANK, "seed": 0}
     try:
         return service.create_lora_training_client(path, **options, expert_lora=layout).result()
@@ -164,7 +164,7 @@ def _training_client(service: ServiceClient, path: str, layout: ExpertLayout) ->
 
 
 def _reason(refusal: ModelLoadError) -> str:
-    """What follows the model's name and type, without the advice."""
+    """The refusal without the model's name and type, and without the advice."""
     return str(refusal).partition(") ")[2].partition("; use a dense")[0]
 
 
@@ -173,14 +173,14 @@ def _ids(count: int, seed: int) -> list[int]:
 
 
 def _plain_logprobs(plain: Any, tokens: Sequence[int]) -> torch.Tensor:
-    """(N - 1,): of each token but the first."""
+    """Logprob of each token but the first, (N - 1,)."""
     ids = torch.tensor([list(tokens)])
     return plain(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
 
 
 @torch.no_grad()
 def _sampled_difference(sampler: SamplingClient, plain: Any) -> float:
-    """Of prompts longer and shorter than a window, and completions over which it slides."""
+    """Largest difference of logprobs, for prompts longer and shorter than a window, and completions that exceed it."""
     differences = []
     for length, samples in ((21, 2), (3, 3), (40, 1)):
         tokens = _ids(length, seed=length)
@@ -191,13 +191,13 @@ def _sampled_difference(sampler: SamplingClient, plain: Any) -> float:
         assert response.prompt_logprobs is not None
         for sequence in response.sequences:
             expected = _plain_logprobs(plain, [*tokens, *sequence.tokens])
-            found = torch.tensor([*response.prompt_logprobs[1:], *sequence.logprobs], dtype=torch.float64)  # pyright: ignore
-            differences.append(float((found - expected).abs().max()))
+            sampled = torch.tensor([*response.prompt_logprobs[1:], *sequence.logprobs], dtype=torch.float64)  # pyright: ignore
+            differences.append(float((sampled - expected).abs().max()))
     return max(differences)
 
 
 def _datums() -> list[tinker.Datum]:
-    """Of several lengths, two of them with a common beginning that is longer than a window."""
+    """Datums of several lengths, two of them with a common prefix that is longer than a window."""
     shared = _ids(20, seed=1)
     sequences = [_ids(2, 2), _ids(24, 3), [*shared, *_ids(9, 4)], [*shared, *_ids(15, 5)]]
     data = []
@@ -212,10 +212,10 @@ def _datums() -> list[tinker.Datum]:
 
 
 def _load_into_peft(model: Path, adapter: Path) -> tuple[Any, list[str]]:
-    """The model with the adapter, in PEFT, and the linears whose matrices PEFT itself does not load.
+    """PEFT's model with the adapter, and the linears whose matrices PEFT fails to load by itself.
 
-    transformers renames weights of some models while it loads them, and PEFT renames an adapter's in the same way, though they
-    have the model's names.
+    transformers renames weights of some models while it loads them, and PEFT renames an adapter's weights in the same way,
+    although they already have the model's names.
     """
     plain = load_plain(model)
     peft: Any = PeftModel.from_pretrained(plain, str(adapter), is_trainable=True)
@@ -230,7 +230,8 @@ def _load_into_peft(model: Path, adapter: Path) -> tuple[Any, list[str]]:
 
 
 def _training_differences(client: TrainingClient, folder: Path) -> tuple[float, float, list[str]]:
-    """Of the trainer's logprobs, and of gradients as shares of their matrix's largest entry; and what PEFT does not load."""
+    """Largest differences of the trainer's logprobs, and of gradients relative to their matrix's largest entry; and the linears
+    that PEFT does not load."""
     state, data = client._run.state, _datums()
     fill_adapter(state.adapter, seed=3, size=0.05)
     output = client.forward_backward(data, "cross_entropy").result()
@@ -253,18 +254,20 @@ def _training_differences(client: TrainingClient, folder: Path) -> tuple[float, 
     theirs.update(_gradients_of_experts(state.adapter, theirs))
     shares = []
     for (name, _), ours in zip(state.adapter.named_parameters(), state.gradients, strict=True):
-        wanted = theirs.pop(name)
-        if wanted is None:  # Mamba reads the weight of its dt_proj without calling it: an adapter there changes nothing
-            wanted = torch.zeros_like(ours, dtype=torch.float64)
-        shares.append(float((ours.double() - wanted).abs().max() / wanted.abs().max().clamp(min=1e-12)))
+        expected = theirs.pop(name)
+        if (
+            expected is None
+        ):  # Mamba reads the weight of its dt_proj without calling it: an adapter there changes nothing
+            expected = torch.zeros_like(ours, dtype=torch.float64)
+        shares.append(float((ours.double() - expected).abs().max() / expected.abs().max().clamp(min=1e-12)))
     if theirs:
-        raise BenchmarkError(f"PEFT trains what the engine does not: {sorted(theirs)}")
+        raise BenchmarkError(f"PEFT trains matrices that the engine does not: {sorted(theirs)}")
     return max(logprobs), max(shares), lost
 
 
 def _gradients_of_experts(adapter: Adapter, theirs: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
-    """Gradients of the experts' matrices from those of PEFT's tensors, which are taken out of `theirs`: what is stored for PEFT
-    is a linear function of the matrices."""
+    """Gradients of the experts' matrices from those of PEFT's tensors, which are removed from `theirs`. PEFT's tensors are a
+    linear function of the matrices."""
     leaves = {m.name: (adapter.a[m.name], adapter.b[m.name]) for m in adapter.experts}
     a, b = ({name: pair[i].detach().double().requires_grad_() for name, pair in leaves.items()} for i in (0, 1))
     total = torch.zeros((), dtype=torch.float64)

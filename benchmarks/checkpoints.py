@@ -1,10 +1,10 @@
-"""What a save and a listing cost with many checkpoints in the run.
+"""Time of a save and of listings with many checkpoints in the run.
 
     python -m benchmarks.checkpoints
     python -m benchmarks.checkpoints sizes=100,500,2000 repetitions=30
 
-Every checkpoint is a folder of its own, a copy of one that the engine saved, of the shipped tiny model. "again" is a listing of
-a home in which nothing has changed since the last one, "first" one of a home without an index, as an earlier version left it.
+The checkpoints are copies of one that the engine saved, for the shipped tiny model. "again" is a listing of a home in which
+nothing has changed since the last one, "first" one of a home without an index, as from an earlier version.
 """
 
 import json
@@ -29,7 +29,7 @@ class CheckpointsConfig:
     """Keys of `python -m benchmarks.checkpoints`."""
 
     sizes: list[int] = chz.field(default_factory=lambda: [10, 100, 500], doc="checkpoints in the run, growing")
-    repetitions: int = chz.field(default=15, doc="of each call, whose median counts", validator=chz.validators.gt(0))
+    repetitions: int = chz.field(default=15, doc="calls of each kind, for the median", validator=chz.validators.gt(0))
     output: str | None = chz.field(default=None, doc="JSON file for the result; default: none")
 
 
@@ -44,26 +44,26 @@ def measure(config: CheckpointsConfig) -> list[dict[str, float]]:
         first = CheckpointPath.parse(client.save_state("n0").result().path).folder(home)
         rest = RestClient(home)
 
-        def list_anew() -> None:
+        def list_without_index() -> None:
             for file in home.glob(f"{REGISTRY_FILE}*"):
                 file.unlink()
             rest.list_checkpoints(client.model_id).result()
 
         for size in config.sizes:
             _fill(first, size)
-            list_anew()
+            list_without_index()
             calls = {
                 "save": lambda: client.save_state("measured", overwrite=True).result(),
                 "list a run again": lambda: rest.list_checkpoints(client.model_id).result(),
                 "list 100 of all again": lambda: rest.list_user_checkpoints(limit=100).result(),
-                "list a run first": list_anew,
+                "list a run first": list_without_index,
             }
             rows.append({"checkpoints": size, **{name: _median(call, config) for name, call in calls.items()}})
     return rows
 
 
 def _fill(first: Path, size: int) -> None:
-    """So many checkpoints beside the first, which have not changed for a minute."""
+    """Fill the run with `size` checkpoints, copies of the first, unchanged for a minute."""
     then = time.time() - 60
     for i in range(size):
         folder = first.parent / f"n{i}"

@@ -1,4 +1,4 @@
-"""The keys that every benchmark takes, and the environment that they stand for."""
+"""The keys that all benchmarks share, and the environment variables that they set."""
 
 import os
 import sys
@@ -34,7 +34,7 @@ class CommonConfig:
     shape: Literal["tiny", "small", "small-hybrid", "small-moe", "qwen3-0.6b", "qwen3-4b", "qwen3-8b"] = chz.field(
         default="tiny",
         doc="random weights: Qwen3 tiny (0.1 M), small (29 M), qwen3-0.6b, qwen3-4b, qwen3-8b; Qwen3.5 small-hybrid (29 M); "
-        "Qwen3-MoE small-moe (163 M, 29 M for a token)",
+        "Qwen3-MoE small-moe (163 M, 29 M active per token)",
     )
     device: Literal["cpu", "cuda"] = chz.field(
         default="cpu", doc="where every contender runs (sets TINKER_LOCAL_DEVICE)"
@@ -44,7 +44,9 @@ class CommonConfig:
     )
     threads: int = chz.field(default=2, doc="CPU threads of every contender", validator=chz.validators.gt(0))
     rank: int = chz.field(default=16, doc="rank of the LoRA adapters", validator=chz.validators.gt(0))
-    models_dir: str = chz.field(default=DEFAULT_MODELS_DIR, doc="where the random-weight models are made, once")
+    models_dir: str = chz.field(
+        default=DEFAULT_MODELS_DIR, doc="folder of the random-weight models, which are made once"
+    )
     output: str = chz.field(default=RESULTS, doc="folder for the results (JSON and markdown)")
 
 
@@ -59,26 +61,28 @@ class ComparisonConfig(CommonConfig):
         default=None, doc="peers to run, separated by commas; peers= for none; default: all that are installed"
     )
     quiet_seconds: float = chz.field(
-        default=30.0, doc="longest wait before a repetition for other programs to go quiet; 0: never wait"
+        default=30.0, doc="longest wait before a repetition until other programs are idle; 0: never wait"
     )
     max_foreign_cores: float = chz.field(
         default=0.15, doc="a repetition during which other programs used more cores than this counts as disturbed"
     )
     reruns: int = chz.field(
-        default=5, doc="how often a contender may repeat a disturbed repetition", validator=chz.validators.ge(0)
+        default=5, doc="how many disturbed repetitions a contender may repeat", validator=chz.validators.ge(0)
     )
 
 
 @contextmanager
 def environment(config: CommonConfig) -> Iterator[None]:
-    """The environment variables that the keys stand for, until the block ends; also torch's thread count."""
+    """Set the environment variables and torch's thread count from the keys, until the block ends."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise BenchmarkError("device=cuda: torch sees no CUDA device here; use device=cpu")
     values = {**_OFFLINE, "TINKER_LOCAL_DEVICE": config.device, "TINKER_LOCAL_DTYPE": config.dtype}
     before = {name: os.environ.get(name) for name in values}
     for name, key in {"TINKER_LOCAL_DEVICE": "device", "TINKER_LOCAL_DTYPE": "dtype"}.items():
         if before[name] and before[name] != values[name]:
-            raise BenchmarkError(f"{name}={before[name]} is set beside {key}={values[name]}; give {key}=, and unset it")
+            raise BenchmarkError(
+                f"{name}={before[name]} is set together with {key}={values[name]}; give {key}=, and unset it"
+            )
     threads_before = torch.get_num_threads()
     os.environ.update(values)
     torch.set_num_threads(config.threads)
@@ -94,7 +98,7 @@ def environment(config: CommonConfig) -> Iterator[None]:
 
 
 def run_benchmark(main: Callable[[Any], None]) -> None:
-    """Entrypoint of the modules: parse `key=value`, fix the thread count for every thread, run; mistakes print as one line."""
+    """Entry point of the modules: parse `key=value`, fix the thread count of all threads, run; print errors as one line."""
 
     def with_threads(config: Any) -> None:
         if isinstance(config, CommonConfig):
@@ -110,7 +114,7 @@ def run_benchmark(main: Callable[[Any], None]) -> None:
 
 
 def _restart_with_threads(threads: int) -> None:
-    """OpenMP reads its variable once, at start, and every thread of a contender must see the same value."""
+    """Restart Python, because OpenMP reads its variable only at start, and all threads of a contender need the same value."""
     if os.environ.get("OMP_NUM_THREADS") != str(threads):
         os.environ["OMP_NUM_THREADS"] = str(threads)
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

@@ -1,4 +1,4 @@
-"""What a constraint costs: decode steps with and without one side by side, and the parts of it at a large vocabulary.
+"""Cost of a constraint: decode steps with and without one, interleaved, and the parts of its cost at a large vocabulary.
 
 python -m benchmarks.constrain shape=small threads=1
 """
@@ -44,7 +44,7 @@ CONSTRAINTS = {
     "JSON records": Constraint(json_schema={"type": "array", "items": RECORD, "minItems": 10_000}),
     "lower-case words": Constraint(regex="([a-z]{1,12} ){10000,}"),
 }
-"""None of them is ever complete, so no row ends while it is measured."""
+"""None of them is ever complete, so no row ends during the measurement."""
 
 
 @chz.chz(typecheck=True)
@@ -53,8 +53,10 @@ class Config(CommonConfig):
 
     rows: int = chz.field(default=64, doc="sequences in a batch", validator=chz.validators.gt(0))
     steps: int = chz.field(default=100, doc="measured steps", validator=chz.validators.gt(0))
-    warm_up: int = chz.field(default=10, doc="steps before them", validator=chz.validators.ge(0))
-    vocabulary: int = chz.field(default=150_000, doc="of the second table", validator=chz.validators.gt(1000))
+    warm_up: int = chz.field(default=10, doc="warm-up steps", validator=chz.validators.ge(0))
+    vocabulary: int = chz.field(
+        default=150_000, doc="vocabulary size of the second table", validator=chz.validators.gt(1000)
+    )
 
 
 def run(config: Config) -> Report:
@@ -90,7 +92,7 @@ def byte_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
 
 
 def model_of(config: Config) -> BaseModel:
-    """The random model of the shape, with a tokenizer of bytes."""
+    """The random model of the shape, with a byte-level tokenizer."""
     shape = SHAPES[config.shape]
     model = load_model(str(ensure_model(config.shape, shape, config.models_dir)), torch.device(config.device))
     model.tokenizer = byte_tokenizer(shape.vocab)
@@ -98,7 +100,7 @@ def model_of(config: Config) -> BaseModel:
 
 
 class Clock:
-    """Seconds by the clock, and CPU seconds of the process, which other programs disturb less; of each call by name."""
+    """Wall-clock seconds of each call by name, and CPU seconds of the process, which other programs disturb less."""
 
     def __init__(self) -> None:
         self.times: dict[str, list[tuple[float, float]]] = {}
@@ -110,12 +112,12 @@ class Clock:
         return result
 
     def measured(self, name: str, warm_up: int) -> np.ndarray:
-        """(2, calls): both kinds of seconds, without those of the first `warm_up` calls."""
+        """(2, calls): wall-clock and CPU seconds, without the first `warm_up` calls."""
         return np.array(self.times[name])[warm_up:].T
 
 
 def steps_table(config: Config) -> Table:
-    """One step of each generator after the other."""
+    """Decode steps of all generators in turn."""
     model = model_of(config)
     generators = {}
     for name, constraint in {"none": None, **CONSTRAINTS}.items():
@@ -140,7 +142,7 @@ def steps_table(config: Config) -> Table:
 
 
 def parts_table(config: Config) -> Table:
-    """The parts of a step, over logits that do not matter. The vocabulary is that of a tokenizer, not of the model."""
+    """The parts of a step, on random logits. The vocabulary is the tokenizer's, not the model's."""
     model = model_of(config)
     model.tokenizer = byte_tokenizer(config.vocabulary)
     model.vocab_size = config.vocabulary

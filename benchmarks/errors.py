@@ -1,4 +1,4 @@
-"""What goes wrong in a benchmark on purpose, with a message that says what to change."""
+"""The error that benchmarks raise on purpose."""
 
 
 class BenchmarkError(Exception):

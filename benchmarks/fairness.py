@@ -1,4 +1,4 @@
-"""What a step of one tenant takes on a server that another one floods.
+"""Time of one tenant's step on a server that another tenant floods with requests.
 
 python -m benchmarks.fairness
 """
@@ -24,7 +24,7 @@ from benchmarks.serving import FLOOD_KEY, KEY, ServerProcess, our_server
 from benchmarks.workload import random_tokens
 
 DATUMS, DATUM_TOKENS = 8, 64
-"""What the honest tenant trains on in a step, after 8 requests x 4 samples x 64 tokens."""
+"""Training data of the honest tenant's step, after 8 requests x 4 samples x 64 tokens."""
 
 SAMPLES, SAMPLE_TOKENS = 512, 1000
 LONG_TOKENS = 2000
@@ -37,15 +37,13 @@ class Config(CommonConfig):
     # client and HTTP need the other core
     threads: int = chz.field(default=1, doc="CPU threads of every contender", validator=chz.validators.gt(0))
     steps: int = chz.field(
-        default=9, doc="steps alone, and beside each flood; medians of them", validator=chz.validators.gt(0)
+        default=9, doc="steps alone and under each flood, for the median", validator=chz.validators.gt(0)
     )
-    outstanding: int = chz.field(
-        default=4, doc="requests of the flood that are never waited for", validator=chz.validators.gt(0)
-    )
+    outstanding: int = chz.field(default=4, doc="outstanding requests of the flood", validator=chz.validators.gt(0))
 
 
 Ask = Callable[[int], Sequence[Any]]
-"""Makes requests with a number, and returns their futures."""
+"""(number) -> the futures of the requests with that number, after submitting them."""
 
 Flood = Callable[[tinker.ServiceClient], Ask]
 
@@ -60,10 +58,10 @@ def run(config: Config) -> Report:
             step = _honest(config, server, model)
             step(0)
             times = {"alone": _seconds(step, config.steps, 1)}
-            for place, (name, flood) in enumerate(_floods(config, model).items()):
+            for index, (name, flood) in enumerate(_floods(config, model).items()):
                 with _flooded(server, flood, config.outstanding):
-                    step(10_000 * (place + 1))  # by now the flood has begun
-                    times[name] = _seconds(step, config.steps, 10_000 * (place + 1) + 1)
+                    step(10_000 * (index + 1))  # warm-up, until the flood has begun
+                    times[name] = _seconds(step, config.steps, 10_000 * (index + 1) + 1)
     alone = float(np.median(times["alone"]))
     rows = [
         [name, *(f"{number(f(seconds))} s" for f in (np.median, min, max)), number(float(np.median(seconds)) / alone)]
@@ -80,7 +78,7 @@ def _seconds(step: Callable[[int], float], count: int, first: int) -> list[float
 
 
 def _honest(config: Config, server: ServerProcess, model: Path) -> Callable[[int], float]:
-    """Runs a step with this seed, and returns its seconds."""
+    """A function that runs a step with a seed and returns its seconds."""
     vocabulary = SHAPES[config.shape].vocab
     sdk = tinker.ServiceClient(base_url=server.url, api_key=KEY)
     training = sdk.create_lora_training_client(str(model), rank=config.rank, seed=0).result()
@@ -131,7 +129,7 @@ def _floods(config: Config, model: Path) -> dict[str, Flood]:
 
 @contextmanager
 def _flooded(server: ServerProcess, flood: Flood, outstanding: int) -> Iterator[None]:
-    """Within, so many requests of a client of the other tenant's are always there."""
+    """Keep `outstanding` requests of the other tenant in flight inside the context."""
     sdk = tinker.ServiceClient(base_url=server.url, api_key=FLOOD_KEY)
     ask = flood(sdk)
     ended = threading.Event()
@@ -155,7 +153,7 @@ def _flooded(server: ServerProcess, flood: Flood, outstanding: int) -> Iterator[
     finally:
         ended.set()
         thread.join()
-        sdk.close("success").result()  # what it still waits for is dropped
+        sdk.close("success").result()  # drops outstanding requests
 
 
 def main(config: Config) -> None:

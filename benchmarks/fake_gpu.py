@@ -1,4 +1,4 @@
-"""Tensors without data that say they are on a GPU, and modes that refuse what such tensors alone would allow."""
+"""Fake tensors that report a GPU as their device, and modes that refuse operations which only fake tensors would allow."""
 
 import contextlib
 from collections.abc import Iterator
@@ -29,8 +29,8 @@ class NoCopies(TorchDispatchMode):
 
 
 class Indexing(TorchFunctionMode):
-    """tensor[...], tensor[index] = ..., copy_ and numbers by operations: torch's own ask for the device's driver, which a CPU
-    build does not have.
+    """tensor[...], tensor[index] = ..., copy_ and conversions to numbers by dispatcher operations: torch's own versions need the
+    device's driver, which a CPU build does not have.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -64,7 +64,7 @@ class Indexing(TorchFunctionMode):
 
 @contextlib.contextmanager
 def on_a_fake_gpu(model: BaseModel) -> Iterator[None]:
-    """Within: the model has tensors without data that say they are on a GPU, in bfloat16."""
+    """Inside the context the model has fake tensors on a GPU, in bfloat16."""
 
     def fake(module: nn.Module) -> None:
         for name, parameter in list(module._parameters.items()):

@@ -1,10 +1,10 @@
-"""Fine-tuning of every weight: `recipes.full_fine_tuning` beside TRL's SFTTrainer, loss by loss.
+"""Full fine-tuning: `recipes.full_fine_tuning` compared with TRL's SFTTrainer, loss by loss.
 
     python -m benchmarks.full_fine_tuning
     python -m benchmarks.full_fine_tuning rates=1e-4 seeds=0 steps=4
 
-Both begin with the same weights and train on the same tokens in the same order, with the same optimizer and schedule. A
-high rate makes a difference in the last bits grow from step to step: the first loss says whether both compute the same.
+Both start from the same weights and train on the same tokens in the same order, with the same optimizer and schedule. A high
+rate amplifies differences in the last bits from step to step; the first loss shows whether both compute the same.
 """
 
 from __future__ import annotations
@@ -37,25 +37,27 @@ class FullConfig:
     """Keys of `python -m benchmarks.full_fine_tuning`."""
 
     rates: tuple[float, ...] = chz.field(default=(3e-4, 1e-3, 3e-3, 1e-2), doc="peak learning rates")
-    seeds: tuple[int, ...] = chz.field(default=(0, 1, 2), doc="a run of each rate for each of these orders of the data")
+    seeds: tuple[int, ...] = chz.field(
+        default=(0, 1, 2), doc="seeds of the order of the data; a run for each rate and seed"
+    )
     steps: int = chz.field(default=8, doc="batches of each run", validator=chz.validators.gt(0))
     output: str = chz.field(default=RESULTS, doc="folder for the results (JSON and markdown)")
 
 
 def sequence(datum: tinker.Datum) -> tuple[list[int], list[int]]:
-    """A datum's tokens with the last target, and 1 for each token that the loss is on. Raises BenchmarkError for weights
-    that are no mean over these, which TRL's mask cannot say.
+    """A datum's tokens with the last target, and its loss mask. Raises BenchmarkError if the weights are not a mean over the
+    masked tokens, which is all that TRL can express.
     """
     weights = datum.loss_fn_inputs["weights"].to_numpy()
     mask = weights > 0
     if not np.allclose(weights, mask / mask.sum()):
-        raise BenchmarkError("a sequence of the data has other weights than those of a mean; TRL trains with a mask")
+        raise BenchmarkError("a sequence has weights that are not a mean over its targets; TRL trains only with a mask")
     tokens = [*datum.model_input.to_ints(), int(datum.loss_fn_inputs["target_tokens"].data[-1])]
     return tokens, [0, *mask.astype(int).tolist()]
 
 
 async def ours(config: full_fine_tuning.CLIConfig) -> tuple[list[float], float]:
-    """The loss of each step before its update, and the held-out one at the end; nats per token."""
+    """The loss of each step before its update, and the held-out loss at the end; nats per token."""
     with tempfile.TemporaryDirectory() as folder:
         await full_fine_tuning.main(chz.replace(config, log_path=folder, behavior_if_log_dir_exists="delete"))
         rows = read_metrics(Path(folder))
@@ -63,7 +65,7 @@ async def ours(config: full_fine_tuning.CLIConfig) -> tuple[list[float], float]:
 
 
 def theirs(config: full_fine_tuning.CLIConfig) -> tuple[list[float], float]:
-    """The same of TRL."""
+    """As `ours`, with TRL."""
     data, model_name = full_fine_tuning.read_data(config)
     batches = [[sequence(datum) for datum in data.get_batch(step).data] for step in range(data.steps)]
     if len({len(batch) for batch in batches}) > 1:
@@ -75,9 +77,7 @@ def theirs(config: full_fine_tuning.CLIConfig) -> tuple[list[float], float]:
 
 
 def apart(one: Sequence[float], other: Sequence[float]) -> float:
-    """The largest difference of two curves at a step, as a share of the other's value. Raises ValueError for curves of
-    different lengths.
-    """
+    """The largest difference of two curves at a step, relative to the second. Raises ValueError for different lengths."""
     return max(abs(a - b) / b for a, b in zip(one, other, strict=True))
 
 

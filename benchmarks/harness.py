@@ -1,7 +1,7 @@
-"""Runs contenders in turn and keeps the numbers: one at a time, interleaved, with a note of who else used the machine.
+"""Runs contenders one at a time, interleaved, and records their numbers and other programs' CPU use.
 
-Machines that are shared drift. So a ratio is taken within a round, where ours and the peer ran seconds apart, and the median is
-over rounds; a repetition during which other programs were busy is marked and done again, as often as `reruns` allows.
+The speed of shared machines drifts. So ratios are taken within a round, in which ours and the peer run seconds apart, and their
+median over rounds; a repetition that other programs disturb is marked and repeated, as often as `reruns` allows.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from benchmarks.config import ComparisonConfig
 from benchmarks.machine import CpuClock, wait_until_quiet
 
 CLOCK_NOISE_SECONDS = 0.05
-"""CPU time of other programs below which the counters, which tick every 10 ms, say nothing."""
+"""CPU time of other programs below which the counters, with ticks of 10 ms, are too coarse."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """Something that does the work. `run(round)` does it once and returns the number of tokens; rounds differ by seed."""
+    """A program to measure. `run(round)` does the work once and returns the number of tokens; rounds differ by seed."""
 
     name: str
     run: Callable[[int], int]
@@ -33,7 +33,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Repetition:
-    """One timed run. Cores are averages over it: those of the contenders' processes, and those of all other programs."""
+    """One timed run. Cores are averages over it: used by the contenders' processes, and by all other programs."""
 
     round: int
     seconds: float
@@ -58,14 +58,14 @@ class Spread:
 
 @dataclass
 class Measurement:
-    """All repetitions of one contender. `status` says why there are none."""
+    """All repetitions of one contender. If there are none, `status` is the reason."""
 
     name: str
     is_ours: bool
     status: str = "measured"
     repetitions: list[Repetition] = field(default_factory=list)
     discarded: list[Repetition] = field(default_factory=list)
-    """disturbed repetitions that were done again"""
+    """disturbed repetitions that were repeated"""
 
     @property
     def seconds(self) -> Spread:
@@ -81,7 +81,7 @@ class Measurement:
 
     @property
     def disturbed(self) -> int:
-        """Repetitions that count although other programs were busy, because no rerun was left."""
+        """Number of disturbed repetitions that count, because no rerun was left."""
         return sum(r.disturbed for r in self.repetitions)
 
     def to_json(self) -> dict[str, object]:
@@ -89,7 +89,7 @@ class Measurement:
 
     @classmethod
     def from_json(cls, value: dict) -> Measurement:
-        """What `to_json` gave, read back."""
+        """The inverse of `to_json`."""
         times = {key: [Repetition(**r) for r in value[key]] for key in ("repetitions", "discarded")}
         return cls(**{**value, **times})
 
@@ -102,7 +102,7 @@ def absent(name: str, status: str) -> Measurement:
 def paired_ratio(ours: Measurement, other: Measurement, per_token: bool) -> Spread:
     """How many times faster ours is, round by round: in tokens per second, or in seconds per repetition.
 
-    Raises ValueError when the two share no round.
+    Raises ValueError if the two share no round.
     """
     theirs = {r.round: r for r in other.repetitions}
     ratios = []
@@ -117,7 +117,7 @@ def paired_ratio(ours: Measurement, other: Measurement, per_token: bool) -> Spre
 def measure(contenders: Sequence[Contender], config: ComparisonConfig) -> list[Measurement]:
     """One unmeasured run of each contender, then `config.repetitions` rounds of all, in rotating order.
 
-    A peer that raises is reported as failed, with the traceback on stderr, and the others go on; ours may not fail.
+    A peer that raises is reported as failed, with the traceback on stderr, and the others continue; errors of ours propagate.
     """
     results = {c.name: Measurement(c.name, c.is_ours) for c in contenders}
     running = [c for c in contenders if _attempt(c, results[c.name], lambda c=c: c.run(0)) is not None]
@@ -132,7 +132,7 @@ def measure(contenders: Sequence[Contender], config: ComparisonConfig) -> list[M
 
 
 def _attempt(contender: Contender, result: Measurement, action: Callable[[], int]) -> int | None:
-    """What the action returns; None, with the status noted, when a peer fails in it."""
+    """The action's result; None, with the status set, if a peer fails."""
     try:
         return action()
     except Exception as error:
@@ -149,7 +149,7 @@ def describe(error: Exception) -> str:
 
 
 def _repeat(contender: Contender, result: Measurement, number: int, config: ComparisonConfig) -> int:
-    """One repetition that counts, after as many disturbed ones as may be done again."""
+    """Run until a repetition is undisturbed or no rerun is left. Returns its tokens."""
     while True:
         if config.quiet_seconds > 0:
             wait_until_quiet(config.quiet_seconds, config.max_foreign_cores)
@@ -161,7 +161,7 @@ def _repeat(contender: Contender, result: Measurement, number: int, config: Comp
 
 
 def time_once(contender: Contender, number: int, max_foreign_cores: float) -> Repetition:
-    """Run a contender once, with the garbage collected before and the device at rest before and after."""
+    """Run a contender once, with garbage collected before, and the device synchronised before and after."""
     gc.collect()
     _synchronize()
     start = CpuClock.now()

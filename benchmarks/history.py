@@ -1,4 +1,4 @@
-"""Results beside those recorded earlier: what a change did, and how far a ratio depends on the day."""
+"""Compares results with earlier ones: the effect of a change, and the variation of ratios between days."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from benchmarks.report import Report, Table, number
 
 
 def compare_with_earlier(earlier: Sequence[Report], now: Report) -> list[Table]:
-    """One table for each comparison of `now` that an earlier report of the same benchmark holds too.
+    """One table for each comparison of `now` that an earlier report of the same benchmark also has.
 
-    A row is a contender of today's: its median speed in each report, oldest first, and for each contender of ours how many
-    times faster that was than the row's. Medians of ratios are taken within rounds. An empty cell was not measured.
+    A row is a contender: its median speed in each report, oldest first, and for each contender of ours its speed divided by the
+    row's. Ratios are taken within rounds. An empty cell was not measured.
     """
     if not earlier:
         return []
@@ -21,18 +21,18 @@ def compare_with_earlier(earlier: Sequence[Report], now: Report) -> list[Table]:
     comparisons = [_comparisons(report) for report in reports]
     tables = []
     for title, today in _comparisons(now).items():
-        held = [(report, c[title]) for report, c in zip(reports, comparisons, strict=True) if title in c]
-        if len(held) > 1:
+        history = [(report, c[title]) for report, c in zip(reports, comparisons, strict=True) if title in c]
+        if len(history) > 1:
             per_token = "tokens/s" in next(table.columns for table in now.tables if table.title == title)
-            tables.append(_table(title, today, held, per_token))
+            tables.append(_table(title, today, history, per_token))
     return tables
 
 
 def _table(
-    title: str, today: dict[str, Measurement], held: list[tuple[Report, dict[str, Measurement]]], per_token: bool
+    title: str, today: dict[str, Measurement], history: list[tuple[Report, dict[str, Measurement]]], per_token: bool
 ) -> Table:
-    dates = _dates([report for report, _ in held])
-    days = [measured for _, measured in held]
+    dates = _dates([report for report, _ in history])
+    days = [measured for _, measured in history]
     ours = [name for name, measurement in today.items() if measurement.is_ours]
     unit = "tokens/s" if per_token else "seconds"
     columns = ["contender", *(f"{unit}, {date}" for date in dates)]
@@ -58,7 +58,7 @@ def _ratio(ours: Measurement | None, other: Measurement | None, per_token: bool)
 
 
 def _comparisons(report: Report) -> dict[str, dict[str, Measurement]]:
-    """The contenders that were measured, by title and name. A report may hold other measurements, which are no lists."""
+    """The measured contenders, by title and name. Other measurements of a report are not lists."""
     return {
         title: {m.name: m for m in map(Measurement.from_json, values) if m.repetitions}
         for title, values in report.measurements.items()
@@ -71,7 +71,7 @@ def _moment(report: Report) -> datetime:
 
 
 def _dates(reports: Sequence[Report]) -> list[str]:
-    """The day of each; with the time where two have the same day."""
+    """The date of each report; with the time if two have the same day."""
     moments = [_moment(report) for report in reports]
     form = "%m-%d" if len({m.date() for m in moments}) == len(moments) else "%m-%d %H:%M"
     return [m.strftime(form) for m in moments]

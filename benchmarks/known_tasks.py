@@ -1,14 +1,14 @@
-"""Known tasks in miniature beside TRL: what `recipes.anchor_study` trains, with its recipes and with TRL's GRPOTrainer.
+"""Known tasks in miniature, compared with TRL: the runs of `recipes.anchor_study`, with its recipes and with TRL's GRPOTrainer.
 
     python -m benchmarks.known_tasks quick=True sweep_dir=anchors
     python -m benchmarks.known_tasks tasks=reverse_text seeds=0 quick=True sweep_dir=anchors set.max_steps=4
 
 TRL replaces no groups, so `arithmetic_99` is not among the tasks.
 
-The study runs first, unless it is finished. Then the recipe and TRL begin with the same weights, those after the study's
-supervised stage and a new adapter on all linears but the unembedding, where TRL has none. Both train on the same groups in
-the same order, with the same rewards, group size, rate, rank and length of a reply. What differs is chance in sampling, and
-who computes. The same command goes on where it was stopped.
+The study runs first, unless it is finished. Then the recipe and TRL start from the same weights: those after the study's
+supervised stage, with a new adapter on all linears but the unembedding, where TRL has none. Both train on the same groups in
+the same order, with the same rewards, group size, rate, rank and reply length. Only the samples and the implementation differ.
+The same command resumes an interrupted run.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from tinker_cookbook.utils.files import write_text
 from tinker_cookbook.utils.lazy import pandas
 
 MEASURES = ("before", "after", "rise", "right_before", "right_after")
-"""Of `anchor_study.measure`, and of TRL's runs."""
+"""Measures of `anchor_study.measure`, and of TRL's runs."""
 TRAINER, TRAINERS = "trainer", ("this library", "TRL")
 
 
@@ -57,7 +57,7 @@ PLAYED = tuple(name for name, task in anchor_study.TASKS.items() if "replace_con
 
 @chz.chz(typecheck=True)
 class KnownTasksConfig(anchor_study.CLIConfig, tasks=PLAYED):
-    """Keys of `python -m benchmarks.known_tasks`: those of the study, and where the result goes."""
+    """Keys of `python -m benchmarks.known_tasks`: those of the study, and the output folder."""
 
     output: str = chz.field(default=RESULTS, doc="folder for the results (JSON and markdown)")
 
@@ -68,10 +68,10 @@ class KnownTasksConfig(anchor_study.CLIConfig, tasks=PLAYED):
 
 
 async def starting(cli: Any, run_folder: Path, folder: Path) -> Any:
-    """The keys of a run that begins where the study's run began its reinforcement learning, with a new adapter.
+    """The keys of a run that starts from the state before the reinforcement learning of a study's run, with a new adapter.
 
-    After a supervised stage that is its model with the adapter merged in, written to `folder`. TRL trains no adapter on the
-    unembedding: neither does this one.
+    After a supervised stage this is the model with the adapter merged in, written to `folder`. As in TRL, the unembedding gets no
+    adapter.
     """
     service: Any = backends.create_service_client(cli.backend, cli.base_url)
     if (run_folder / "warm_up").exists():
@@ -85,13 +85,13 @@ async def starting(cli: Any, run_folder: Path, folder: Path) -> Any:
 
 
 async def with_ours(cli: Any, part: Part, folder: Path) -> dict[str, float]:
-    """Train with the recipe; the measures of the study."""
+    """Train with the recipe. Returns the measures of the study."""
     await part.loaded().main(chz.replace(cli, log_path=str(folder), behavior_if_log_dir_exists="delete"))
     return anchor_study.measure(pandas.DataFrame(read_metrics(folder)))
 
 
 async def with_trl(cli: Any) -> dict[str, float]:
-    """Train the same with TRL; the same measures but for the best evaluation: it has one before and one after."""
+    """Train the same with TRL. Returns the same measures, except that there is only one evaluation before and one after."""
     env = multi_turn_env(EPISODES[cli.anchor]) if hasattr(cli, "anchor") else cli.env
     training, tested = await dataset_of(cli, env)()
     assert tested is not None
@@ -106,7 +106,7 @@ async def with_trl(cli: Any) -> dict[str, float]:
     settings = Settings(cli.groups_per_batch, cli.group_size, cli.learning_rate, cli.max_tokens, cli.seed)
     generate = generating(model, tokenizer.pad_token_id, settings.max_tokens)
     before = await held_out(_batches(tested), generate)
-    # The trainer plays its episodes in an event loop of its own.
+    # The trainer runs its episodes in another event loop.
     await asyncio.to_thread(train_with_trl, model, tokenizer, _batches(training), settings)
     after = await held_out(_batches(tested), generate)
     ends = {"before": before["reward"], "after": after["reward"], "rise": after["reward"] - before["reward"]}
@@ -118,7 +118,7 @@ def _batches(dataset: RLDataset) -> list[Sequence[EnvGroupBuilder]]:
 
 
 async def train_all(config: KnownTasksConfig, study: Path) -> pandas.DataFrame:
-    """A row per task, seed and trainer; finished ones are read."""
+    """A row per task, seed and trainer; finished runs are loaded."""
     rows: list[dict[str, Any]] = []
     for part in anchor_study.parts(config):
         for run in part.planned():
@@ -126,8 +126,8 @@ async def train_all(config: KnownTasksConfig, study: Path) -> pandas.DataFrame:
             if not (folder / "result.json").exists():
                 cli: Any = for_model(parse(part.loaded().config_cls, run.arguments))
                 cli = await starting(cli, study / part.name / run.name, folder / "model")
-                found = [await with_ours(cli, part, folder / "ours"), await with_trl(cli)]
-                write_text(folder / "result.json", json.dumps(dict(zip(TRAINERS, found, strict=True))) + "\n")
+                results = [await with_ours(cli, part, folder / "ours"), await with_trl(cli)]
+                write_text(folder / "result.json", json.dumps(dict(zip(TRAINERS, results, strict=True))) + "\n")
             for trainer, measured in json.loads((folder / "result.json").read_text()).items():
                 rows.append({PART: part.name, SEED_KEY: run.point[SEED_KEY], TRAINER: trainer, **measured})
                 print(rows[-1], flush=True)
@@ -135,7 +135,7 @@ async def train_all(config: KnownTasksConfig, study: Path) -> pandas.DataFrame:
 
 
 def table(config: KnownTasksConfig, runs: pandas.DataFrame) -> Table:
-    """A row per task and trainer; the third says how far apart the two end, seed by seed."""
+    """A row per task and trainer, and one for the difference of the two, seed by seed."""
     columns = ["task", "trainer", "held-out reward before RL", "after", "change", "right before", "after"]
     rows: list[list[str]] = []
     for name in config.tasks:

@@ -1,13 +1,12 @@
-"""How long a client of an engine with many others waits for a few tokens, whatever the others' code does meanwhile.
+"""Latency of a few tokens for a client that shares an engine with many others, by the behaviour of the clients' code.
 
     python -m benchmarks.latency
     python -m benchmarks.latency clients=50 requests=20 behaviour_seconds=1.0
 
-Every client is a thread of its own in one process, half of them with an event loop. Between its requests each behaves in its own
-way: it computes nothing, sleeps, blocks its thread (and with it its event loop), raises an error in the middle of a group of
-requests, or cancels one that is running. A latency is the time from a request to its answer, without what the client does
-itself. The first row is the same number of clients that do nothing else. In lockstep (`deterministic=True`) the engine waits
-for the code of a loop only while that loop is the only one.
+Every client is a thread of one process, half of them with an event loop. Between its requests each shows one behaviour: it does
+nothing, sleeps, blocks its thread (and with it its event loop), raises an error in the middle of a group of requests, or cancels
+a running one. A latency is the time from a request to its answer, without the client's own work. In the first row all clients do
+nothing. In lockstep (`deterministic=True`) the engine waits for the code of a loop only while that loop is the only one.
 """
 
 import asyncio
@@ -40,14 +39,14 @@ class LatencyConfig:
     clients: int = chz.field(
         default=200, doc="threads, half of them with an event loop", validator=chz.validators.gt(0)
     )
-    requests: int = chz.field(default=10, doc="of each client, one at a time", validator=chz.validators.gt(0))
-    tokens: int = chz.field(default=4, doc="of each request", validator=chz.validators.gt(0))
+    requests: int = chz.field(default=10, doc="requests of each client, one at a time", validator=chz.validators.gt(0))
+    tokens: int = chz.field(default=4, doc="tokens per request", validator=chz.validators.gt(0))
     behaviour_seconds: float = chz.field(default=0.2, doc="how long a client sleeps or blocks between two requests")
     output: str | None = chz.field(default=None, doc="JSON file for the result; default: none")
 
 
 class Client:
-    """One client and the latencies that it has seen, in seconds."""
+    """One client and its latencies in seconds."""
 
     def __init__(self, sampler: SamplingClient, number: int, behaviour: str, config: LatencyConfig):
         self._sampler, self._number, self._behaviour, self._config = sampler, number, behaviour, config
@@ -58,7 +57,7 @@ class Client:
         return self._sampler.sample(prompt, 1, tinker.SamplingParams(max_tokens=tokens, seed=self._number, stop=[]))
 
     def on_a_thread(self) -> None:
-        """All requests, without an event loop."""
+        """Make all requests, without an event loop."""
         for _ in range(self._config.requests):
             begun = time.perf_counter()
             self._ask(self._config.tokens).result()
@@ -66,14 +65,14 @@ class Client:
             if self._behaviour in ("sleeps", "blocks"):
                 time.sleep(self._config.behaviour_seconds)
             elif self._behaviour != NOTHING:
-                under_way = self._ask(LONG)
+                running = self._ask(LONG)
                 with suppress(RuntimeError):
                     if self._behaviour == "raises":
                         raise RuntimeError("the client's own mistake")
-                under_way.future().cancel()
+                running.future().cancel()
 
     async def on_a_loop(self) -> None:
-        """All requests, on an event loop of the client's own."""
+        """Make all requests, on the client's event loop."""
         for _ in range(self._config.requests):
             begun = time.perf_counter()
             await self._ask(self._config.tokens)
@@ -105,7 +104,7 @@ async def _raise() -> None:
 
 def measure(config: LatencyConfig, deterministic: bool) -> dict[str, dict[str, float]]:
     """Median, 99th percentile and longest latency in milliseconds, by behaviour."""
-    found = {}
+    latencies = {}
     with ServiceClient(deterministic=deterministic) as service:
         sampler = service.create_sampling_client(base_model=EXAMPLE_MODEL).result()
 
@@ -118,11 +117,11 @@ def measure(config: LatencyConfig, deterministic: bool) -> dict[str, dict[str, f
                 thread.join()
             return clients
 
-        found[ALONE] = _summary(together(lambda _: NOTHING))
+        latencies[ALONE] = _summary(together(lambda _: NOTHING))
         clients = together(lambda i: BEHAVIOURS[i // 2 % len(BEHAVIOURS)])
-        for place, behaviour in enumerate(BEHAVIOURS):
-            found[behaviour] = _summary([c for i, c in enumerate(clients) if i // 2 % len(BEHAVIOURS) == place])
-    return found
+        for index, behaviour in enumerate(BEHAVIOURS):
+            latencies[behaviour] = _summary([c for i, c in enumerate(clients) if i // 2 % len(BEHAVIOURS) == index])
+    return latencies
 
 
 def _summary(clients: list[Client]) -> dict[str, float]:
@@ -139,7 +138,7 @@ def main(config: LatencyConfig) -> None:
     results = {mode: measure(config, mode == "lockstep") for mode in ("default", "lockstep")}
     columns = [f"{mode}, {what}" for mode in results for what in ("median", "99%", "longest")]
     rows = [
-        [behaviour, *(f"{value:.0f}" for found in results.values() for value in found[behaviour].values())]
+        [behaviour, *(f"{value:.0f}" for latencies in results.values() for value in latencies[behaviour].values())]
         for behaviour in (ALONE, *BEHAVIOURS)
     ]
     print(f"milliseconds for {config.tokens} tokens, {config.clients} clients\n")

@@ -1,4 +1,4 @@
-"""What a result depends on besides the code: the machine, the versions, the commit, and who else was using the CPU."""
+"""The circumstances of a result: the machine, the versions, the commit, and other programs' CPU use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class CpuClock:
-    """Seconds of CPU time used so far: by the whole machine, and by this process with all its descendants."""
+    """Seconds of CPU time so far: of the whole machine, and of this process with all its descendants."""
 
     wall: float
     machine: float
@@ -42,7 +42,7 @@ class CpuClock:
 
 
 def wait_until_quiet(longest: float, max_foreign_cores: float, window: float = 0.3) -> None:
-    """Wait until other programs leave the CPU alone for two windows in a row, or for `longest` seconds at most."""
+    """Wait until other programs are idle for two consecutive windows, or for `longest` seconds at most."""
     deadline, quiet = time.monotonic() + longest, 0
     while quiet < 2 and time.monotonic() < deadline:
         start = CpuClock.now()
@@ -52,7 +52,7 @@ def wait_until_quiet(longest: float, max_foreign_cores: float, window: float = 0
 
 
 def _machine_seconds() -> float:
-    # user, nice, system, idle, iowait, irq, softirq, steal: everything but idle and iowait is use.
+    # user, nice, system, idle, iowait, irq, softirq, steal: all but idle and iowait count as used.
     fields = [int(x) for x in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     return (sum(fields) - fields[3] - fields[4]) / _TICKS_PER_SECOND
 
@@ -74,7 +74,7 @@ def process_seconds(pid: int) -> float:
 
 
 def descendants(pid: int) -> list[int]:
-    """The processes that a process has started, and theirs."""
+    """All descendants of a process."""
     try:
         tasks = list(Path(f"/proc/{pid}/task").iterdir())
         children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
@@ -84,7 +84,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def facts(threads: int, ask_gpu: bool = True) -> dict[str, str]:
-    """The machine, the versions of what was measured, the commit, the date and the command, as text.
+    """The machine, package versions, the commit, the date and the command, as text.
 
     ask_gpu: False in a process that must not use CUDA, because it forks.
     """
@@ -108,7 +108,7 @@ def facts(threads: int, ask_gpu: bool = True) -> dict[str, str]:
 
 
 def gpu_name() -> str:
-    """Of torch's current CUDA device."""
+    """Name of torch's current CUDA device, and the CUDA version."""
     return f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
 
 
@@ -137,7 +137,7 @@ def _git(*arguments: str) -> str | None:
 
 
 def _command() -> str:
-    """As typed, without the paths, which mean nothing elsewhere."""
+    """The command as typed, without paths, which are meaningless on other machines."""
     module = sys.modules["__main__"].__spec__
     shown = [argument for argument in sys.argv[1:] if not argument.startswith(_PATH_KEYS)]
     name = module.name.removesuffix(".__main__") if module else "benchmarks"

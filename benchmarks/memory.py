@@ -1,6 +1,6 @@
-"""Peak memory: of training against the number of tokens, at two vocabulary sizes, and of waiting sample requests.
+"""Peak memory: of training by number of tokens, at two vocabulary sizes, and of queued sampling requests.
 
-Every point is measured in a fresh process. A single sequence cannot be split into micro-batches, so its length shows the slope.
+Every point is measured in a fresh process. A single sequence cannot be split into micro-batches, so its length gives the slope.
 
 python -m benchmarks.memory shape=small
 """
@@ -23,7 +23,7 @@ from benchmarks.models import SHAPES, Shape, ensure_model, with_vocabulary
 from benchmarks.report import Report, Table, finish, number
 
 PROMPT_TOKENS, NEW_TOKENS = 100, 128
-"""of each waiting request"""
+"""tokens of each queued request"""
 
 
 @chz.chz(typecheck=True)
@@ -31,12 +31,12 @@ class Config(CommonConfig):
     """Keys of `python -m benchmarks.memory`. Only the local engine is measured."""
 
     tokens: tuple[int, ...] = chz.field(default=(1024, 2048, 4096, 8192), doc="lengths of the one sequence trained on")
-    vocabularies: tuple[int, ...] = chz.field(default=(8192, 150_000), doc="vocabulary sizes put on the shape's body")
+    vocabularies: tuple[int, ...] = chz.field(default=(8192, 150_000), doc="vocabulary sizes of the shape")
     long_tokens: int = chz.field(
         default=16384, doc="one more sequence, at the largest vocabulary", validator=chz.validators.gt(0)
     )
     waiting: int = chz.field(
-        default=200, doc="sample requests submitted at once, each of 100 + 128 tokens", validator=chz.validators.gt(1)
+        default=200, doc="sampling requests submitted at once, each of 100 + 128 tokens", validator=chz.validators.gt(1)
     )
     kv_budget: int = chz.field(
         default=8192, doc="TINKER_LOCAL_KV_CACHE_TOKENS for those requests", validator=chz.validators.gt(0)
@@ -112,7 +112,7 @@ def _measure_training(config: Config, vocab: int, tokens: int) -> Peak:
 
 
 def measure_in_child(job: Job, kv_budget: int | None = None) -> Peak:
-    """Run the job in a fresh process with the environment of this one. Raises BenchmarkError when that fails."""
+    """Run the job in a fresh process with this process's environment. Raises BenchmarkError if it fails."""
     environ = {**os.environ, "OMP_NUM_THREADS": str(job.threads)}
     if kv_budget is not None:
         environ["TINKER_LOCAL_KV_CACHE_TOKENS"] = str(kv_budget)

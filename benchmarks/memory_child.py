@@ -39,14 +39,14 @@ class Job:
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes: by how much memory grew at its highest during the work, and the highest of the whole process (or device)."""
+    """Bytes: growth of memory at the peak of the work, and the peak of the whole process (or device)."""
 
     growth: int
     total: int
 
 
 def run(job: Job) -> Peak:
-    """Load the model, then measure the job alone."""
+    """Load the model, then measure only the job."""
     torch.set_num_threads(job.threads)
     with LocalEngine(Path(job.model), job.rank) as engine:
         if job.kind == "training":
@@ -61,7 +61,7 @@ def _train(training: TrainingClient, job: Job, tokens: int) -> None:
 
 
 def _sample(engine: LocalEngine, job: Job) -> None:
-    """All requests at once, each with a prompt of its own; none stops early."""
+    """Make all requests at once, each with a different prompt; none stops early."""
     sampler = engine.adapter_sampler()
     params = tinker.SamplingParams(max_tokens=job.new_tokens, temperature=1.0, stop=[], seed=0)
     prompts = [random_tokens(job.vocab, job.prompt_tokens, seed) for seed in range(job.count)]
@@ -71,7 +71,7 @@ def _sample(engine: LocalEngine, job: Job) -> None:
 
 
 def peak_of(work: Callable[[], None], device: str) -> Peak:
-    """Run the work; on CUDA the allocator's peak, else the resident memory's, whose high-water mark Linux can reset."""
+    """Run the work. The peak is the allocator's on CUDA, else that of resident memory, whose high-water mark Linux can reset."""
     gc.collect()
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()

@@ -1,10 +1,10 @@
-"""Whether the reward of each model-aware environment rises on the shipped model, over several seeds, and what its controls do.
+"""Change of the reward of each model-aware environment on the shipped model, over several seeds, with its controls.
 
     python -m benchmarks.model_aware
     python -m benchmarks.model_aware only=train_ghost seeds=0 page=
 
-Trains the experiment files of configs/ as they are, one run for each file and seed, and writes the table of docs/model_aware.md.
-The same folder goes on: what is finished is kept.
+Trains the experiment files of configs/, one run for each file and seed, and writes the table of docs/model_aware.md. With the
+same folder, finished runs are kept.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ CONTROLS: Mapping[str, Sequence[str]] = {
     ),
     "gradient_intuition": ("predicted", "inner", "over_constant", "true"),
 }
-"""By experiment file, what shows whether a rise is what the environment is for."""
+"""Experiment file -> metrics that show whether a rise is the intended behaviour."""
 
 
 @chz.chz(typecheck=True)
@@ -65,14 +65,16 @@ class ModelAwareConfig:
     """Keys of `python -m benchmarks.model_aware`."""
 
     only: tuple[str, ...] = chz.field(default=tuple(CONTROLS), doc="experiment files of configs/, by name")
-    seeds: tuple[int, ...] = chz.field(default=(0, 1, 2), doc="a run of each file for each of these")
-    fixed: dict[str, str] = chz.field(default_factory=dict, doc="fixed.<key>=value: the same in every run")
-    folder: str | None = chz.field(default=None, doc="of the runs; an old one goes on; default: a new one")
+    seeds: tuple[int, ...] = chz.field(default=(0, 1, 2), doc="a run of each file for each seed")
+    fixed: dict[str, str] = chz.field(default_factory=dict, doc="fixed.<key>=value: a key of all runs")
+    folder: str | None = chz.field(
+        default=None, doc="folder of the runs; an existing one is resumed; default: a new one"
+    )
     processes: int = chz.field(
         default=0, doc="runs at a time, each in its own process; 0: one after the other in this one"
     )
     page: str = chz.field(
-        default=str(PAGE), doc="Markdown file whose table is written anew if no file is left out; empty: only print"
+        default=str(PAGE), doc="Markdown file whose table is rewritten if all files run; empty: only print"
     )
 
 
@@ -98,16 +100,16 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def moved(rows_S: Sequence[Sequence[Mapping[str, Any]]], key: str) -> Moved:
-    """Means over the first and the last steps of each run. Raises BenchmarkError for a number that a run does not report."""
+    """Means over the first and the last steps of each run. Raises BenchmarkError if a run does not report the number."""
     ends_S = [first_and_last(rows, key) for rows in rows_S]
     return _moved(key, ends_S)
 
 
 def _moved(key: str, ends_S: Sequence[tuple[float, float] | None]) -> Moved:
-    found_S = [ends for ends in ends_S if ends is not None]
-    if len(found_S) < len(ends_S):
-        raise BenchmarkError(f"{key} is reported by {len(found_S)} of {len(ends_S)} runs; see their metrics.jsonl")
-    return Moved(key, [first for first, _ in found_S], [last for _, last in found_S])
+    reported_S = [ends for ends in ends_S if ends is not None]
+    if len(reported_S) < len(ends_S):
+        raise BenchmarkError(f"{key} is reported by {len(reported_S)} of {len(ends_S)} runs; see their metrics.jsonl")
+    return Moved(key, [first for first, _ in reported_S], [last for _, last in reported_S])
 
 
 COLUMNS = (
@@ -119,7 +121,7 @@ COLUMNS = (
 
 
 def table_row(name: str, rows_S: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
-    """What came of one file's runs."""
+    """The table row of one file's runs."""
     reward = moved(rows_S, REWARD)
     held_out = _moved(f"test/{REWARD}", [before_and_after(rows, f"test/{REWARD}") for rows in rows_S])
     controls = [(key.rpartition("/")[2], moved(rows_S, ALL_ENVIRONMENTS + key)) for key in CONTROLS[name]]
@@ -127,21 +129,23 @@ def table_row(name: str, rows_S: Sequence[Sequence[Mapping[str, Any]]]) -> list[
         f"`{name}`",
         str(reward),
         str(held_out),
-        "; ".join(f"`{short}` {fmean(found.first_S):.2f} to {fmean(found.last_S):.2f}" for short, found in controls),
+        "; ".join(
+            f"`{short}` {fmean(control.first_S):.2f} to {fmean(control.last_S):.2f}" for short, control in controls
+        ),
     ]
 
 
 def fill_page(text: str, section: str) -> str:
-    """The page with this section. Raises BenchmarkError when it lacks the lines that mark the place."""
+    """The page with this section. Raises BenchmarkError if it lacks the marker lines."""
     before, begin, rest = text.partition(f"{BEGIN}\n")
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise BenchmarkError(f"page: it must hold the lines {BEGIN!r} and {END!r}, in this order")
+        raise BenchmarkError(f"page: it must have the lines {BEGIN!r} and {END!r}, in this order")
     return f"{before}{begin}\n{section}\n\n{end}{after}"
 
 
 async def run(config: ModelAwareConfig) -> dict[str, list[list[dict[str, Any]]]]:
-    """The metrics of each file's runs, per seed. Raises BenchmarkError when one failed."""
+    """The metrics of each file's runs, per seed. Raises BenchmarkError if one failed."""
     if unknown := set(config.only) - CONTROLS.keys():
         raise BenchmarkError(f"only={','.join(sorted(unknown))}: choose from {', '.join(CONTROLS)}")
     folder = config.folder or tempfile.mkdtemp(prefix="model_aware-")
@@ -149,11 +153,11 @@ async def run(config: ModelAwareConfig) -> dict[str, list[list[dict[str, Any]]]]
     files = [os.path.relpath(ROOT / "configs" / f"{name}.toml") for name in config.only]
     points = sweeps.grid({"experiment": files, "seed": list(config.seeds)})
 
-    def tell(result: sweeps.RunResult) -> None:
+    def report(result: sweeps.RunResult) -> None:
         print(f"{result.name}: {result.status}, {result.seconds:.0f} s {result.error or ''}", flush=True)
 
     results = await sweeps.run_sweep(
-        RECIPE, points, folder, fixed=config.fixed, processes=config.processes, concurrent=1, on_result=tell
+        RECIPE, points, folder, fixed=config.fixed, processes=config.processes, concurrent=1, on_result=report
     )
     if failed := [result.name for result in results if result.status != "finished"]:
         raise BenchmarkError(f"{', '.join(failed)} failed; see console.log there, in {folder}")
@@ -165,8 +169,8 @@ def main(config: ModelAwareConfig) -> None:
     page = Path(config.page) if config.page and set(config.only) == CONTROLS.keys() else None
     if page is not None:
         fill_page(page.read_text(), "")
-    found = asyncio.run(run(config))
-    table = markdown_table(COLUMNS, [table_row(name, rows_S) for name, rows_S in found.items()])
+    metrics = asyncio.run(run(config))
+    table = markdown_table(COLUMNS, [table_row(name, rows_S) for name, rows_S in metrics.items()])
     print(table)
     if page is not None:
         write_text(page, fill_page(page.read_text(), table))

@@ -1,7 +1,7 @@
 """Models with random weights: speed and memory depend on the shape of a model, not on what it has learnt.
 
-The tokenizer is a table of words, `w3 w4 w5 ...`, so text and token ids translate into each other exactly and a peer that
-insists on text gets the same tokens as everyone else.
+The tokenizer is a table of words, `w3 w4 w5 ...`, so text and token ids convert into each other exactly, and a peer that
+requires text gets the same tokens as the others.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class DeltaHeads:
 
 @dataclass(frozen=True)
 class Experts:
-    """Routed experts in place of the MLP (Qwen3-MoE), and how many of them a token uses."""
+    """Routed experts instead of the MLP (Qwen3-MoE), and the number of experts per token."""
 
     number: int
     chosen: int
@@ -45,7 +45,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class Shape:
-    """What determines the cost of a decoder with grouped-query attention, a gated MLP and a tied head."""
+    """The sizes of a decoder with grouped-query attention, a gated MLP and a tied head, which determine its cost."""
 
     hidden: int
     layers: int
@@ -59,7 +59,7 @@ class Shape:
     delta: DeltaHeads | None = None
     """three of four layers have the gated delta rule, and the fourth gated attention"""
     experts: Experts | None = None
-    """then `mlp` is that of no layer"""
+    """if set, no layer uses `mlp`"""
 
     @property
     def attention_layers(self) -> int:
@@ -67,7 +67,7 @@ class Shape:
 
     @property
     def linear_shapes(self) -> list[tuple[int, int]]:
-        """(in, out) of the linears of all layers that a token is multiplied by, those that carry adapters."""
+        """(in, out) of the linears of all layers that a token passes through; these have adapters."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = [(self.hidden, 2 * q if self.delta else q), (self.hidden, kv), (self.hidden, kv), (q, self.hidden)]
         inner, count = (self.mlp, 1) if self.experts is None else (self.experts.inner, self.experts.chosen)
@@ -116,7 +116,7 @@ def with_vocabulary(shape: Shape, vocab: int) -> Shape:
 
 
 def ensure_model(name: str, shape: Shape, models_dir: str) -> Path:
-    """The folder of the model of this shape, made on first use. A model that is there is whole."""
+    """The folder of the model of this shape, which is made on first use, whole or not at all."""
     digest = hashlib.sha256(json.dumps(asdict(shape), sort_keys=True).encode()).hexdigest()[:8]
     root = Path(models_dir).expanduser()
     target = root / f"{name}-{digest}"
@@ -187,5 +187,5 @@ def word_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
 
 
 def words(tokens: list[int]) -> str:
-    """The text that the tokenizer turns into exactly these ids."""
+    """The text that the tokenizer encodes as exactly these ids."""
     return " ".join(f"w{token}" for token in tokens)

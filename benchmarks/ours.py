@@ -28,7 +28,7 @@ _ADAPTER_STEPS, _ADAPTER_LEARNING_RATE = 2, 1e-2
 
 
 class LocalEngine:
-    """A service client of its own, with one adapter on every linear but the head. Use as a context manager."""
+    """A service client with one adapter on every linear but the head. Use as a context manager."""
 
     def __init__(self, model: Path | str, rank: int, made: BaseModel | None = None, train_unembed: bool = False):
         self._model = str(model)
@@ -44,23 +44,23 @@ class LocalEngine:
 
     @classmethod
     def of(cls, model: BaseModel, rank: int, train_unembed: bool = False) -> LocalEngine:
-        """An engine that serves a model which no folder holds."""
+        """An engine that serves a model from memory."""
         return cls(model.name, rank, model, train_unembed)
 
     def base_sampler(self) -> SamplingClient:
         return self.service.create_sampling_client(base_model=self._model).result()
 
     def adapter_sampler(self) -> SamplingClient:
-        """The adapter as it is now."""
+        """A sampler of the current adapter."""
         return self.training.save_weights_and_get_sampling_client().result()
 
     def save_adapter(self) -> Path:
-        """The adapter as it is now, as a folder in PEFT's format, for the peers."""
+        """Save the current adapter in PEFT's format, for the peers. Returns its folder."""
         self.training.save_weights_for_sampler("benchmark", overwrite=True).result()
         return next(self.home.rglob("benchmark/adapter_config.json")).parent
 
     def make_adapter_nonzero(self, workload: Workload) -> None:
-        """A few steps on uniform random tokens: B leaves zero, and the model stays about uniform."""
+        """Take a few steps on uniform random tokens, so that B is not zero and the model stays roughly uniform."""
         tokens = [random_tokens(workload.vocab, 64, seed) for seed in range(8)]
         data = [completion_datum(TrainingSequence(t, prompt_length=1)) for t in tokens]
         for _ in range(_ADAPTER_STEPS):
@@ -77,7 +77,7 @@ class LocalEngine:
 def sample_workload(
     client: SamplingClient, workload: Workload, round_number: int
 ) -> list[list[tinker.SampledSequence]]:
-    """One request per prompt, all submitted before the first is waited for. Result: sequences_P_G, with logprobs."""
+    """Sample with one request per prompt, all submitted at once. Returns sequences_P_G, with logprobs."""
     futures = [
         client.sample(
             tinker.ModelInput.from_ints(prompt),
@@ -92,7 +92,7 @@ def sample_workload(
 
 
 def count_tokens(sequences_P_G: Sequence[Sequence[tinker.SampledSequence]]) -> int:
-    """Number of completion tokens; each must have come with its logprob."""
+    """Number of completion tokens; each must have a logprob."""
     total = 0
     for group in sequences_P_G:
         for sequence in group:
@@ -123,9 +123,9 @@ def train_step(training: TrainingClient, data: list[tinker.Datum]) -> None:
     training.optim_step(tinker.AdamParams(learning_rate=LEARNING_RATE)).result()
 
 
-def policy_step(training: TrainingClient, data: list[tinker.Datum], own: bool) -> None:
-    """As `train_step` with importance_sampling, by the engine or as a function of one's own."""
-    if own:
+def policy_step(training: TrainingClient, data: list[tinker.Datum], custom: bool) -> None:
+    """As `train_step` with importance_sampling, built-in or as a custom loss."""
+    if custom:
         training.forward_backward_custom(data, importance_sampling)
     else:
         training.forward_backward(data, "importance_sampling")
@@ -135,11 +135,11 @@ def policy_step(training: TrainingClient, data: list[tinker.Datum], own: bool) -
 def importance_sampling(
     data: list[tinker.Datum], logprobs: list[torch.Tensor]
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """What the engine calls by this name: -sum of ratio * advantage over the tokens of all datums."""
+    """The engine's loss of this name: -sum of ratio * advantage over the tokens of all datums."""
     total = torch.zeros(())
-    for datum, own in zip(data, logprobs, strict=True):
-        sampled, advantages = (datum.loss_fn_inputs[key].to_torch().to(own) for key in ("logprobs", "advantages"))
-        total = total.to(own.device) - ((own - sampled).exp() * advantages).sum()
+    for datum, current in zip(data, logprobs, strict=True):
+        sampled, advantages = (datum.loss_fn_inputs[key].to_torch().to(current) for key in ("logprobs", "advantages"))
+        total = total.to(current.device) - ((current - sampled).exp() * advantages).sum()
     return total, {}
 
 
@@ -148,7 +148,7 @@ def policy_data(
 ) -> tuple[list[tinker.Datum], int]:
     """Datums for importance_sampling with group-centred rewards as advantages, and the number of completion tokens.
 
-    Advantages are divided by the total number of completion tokens, so the loss is a mean as in the peers.
+    Advantages are divided by the total number of completion tokens, so the loss is a mean as in the other tools.
     """
     total = count_tokens(sequences_P_G)
     data = []
@@ -166,7 +166,7 @@ def policy_data(
 
 
 class GrpoLoop:
-    """GRPO, one step at a time: sample, reward, train, and a new snapshot for the next step."""
+    """GRPO, one step at a time: sample, reward, train, and take a new snapshot for the next step."""
 
     def __init__(self, engine: LocalEngine, workload: Workload):
         self._training = engine.training
@@ -184,7 +184,7 @@ class GrpoLoop:
 
 
 class DpoLoop:
-    """DPO (Rafailov et al. 2023, equation 7), one step at a time over the same pairs, against the base model."""
+    """DPO (Rafailov et al. 2023, equation 7), one step at a time on the same pairs, with the base model as reference."""
 
     def __init__(self, engine: LocalEngine, pairs: Sequence[PreferencePair]):
         self._training = engine.training
@@ -198,7 +198,7 @@ class DpoLoop:
         ]
 
     def step(self, round_number: int) -> int:
-        """Reference logprobs, loss and gradient, optimizer; returns the number of tokens of the pairs."""
+        """Compute reference logprobs, loss and gradient, and take a step. Returns the number of tokens of the pairs."""
         futures = [self._reference.compute_logprobs(tinker.ModelInput.from_ints(s)) for s in self._sequences]
         reference = [
             sum(lp for lp in future.result()[length:] if lp is not None)
@@ -217,9 +217,9 @@ class DpoLoop:
 
 
 def sampling_against_training(engine: LocalEngine, sampler: SamplingClient, workload: Workload) -> tuple[float, float]:
-    """(KL v1, largest difference) of the logprobs at sampling and those of the trainer's forward pass on the same tokens.
+    """(KL v1, largest difference) of sampled logprobs and those of the trainer's forward pass on the same tokens.
 
-    KL v1 is the mean of log q - log p over sampled tokens, q the sampler and p the trainer; both are the same weights.
+    KL v1 is the mean of log q - log p over sampled tokens, with sampler q and trainer p; both have the same weights.
     """
     sequences_P_G = sample_workload(sampler, workload, round_number=1)
     data = [
@@ -236,7 +236,7 @@ def sampling_against_training(engine: LocalEngine, sampler: SamplingClient, work
 
 
 def sampled_datum(prompt: Sequence[int], sequence: tinker.SampledSequence, advantage: float) -> tinker.Datum:
-    """A sample with its provenance, as 0.6.1's rl_loop makes it: targets inside the prompt are 0."""
+    """A sample with its provenance, as in rl_loop of tinker-cookbook 0.6.1: targets inside the prompt are 0."""
     tokens, logprobs, before, name = list(sequence.tokens), sequence.logprobs, len(prompt) - 1, sequence.sequence_id
     assert logprobs is not None
     inputs = {

@@ -1,12 +1,12 @@
-"""What each pacing costs where rewards come late and unevenly: on the tiny model, and on a service that takes its time.
+"""Cost of each pacing when rewards are late and uneven: on the tiny model, and on a service with scripted times.
 
     python -m benchmarks.pacing
     python -m benchmarks.pacing slow_seconds=5 slow_share=0.1 steps=4
 
-Most groups get their rewards after `fast_seconds`, a share of them, drawn by seed, after `slow_seconds`. The environment
-sleeps: the lower bound of a step that trains on what it sampled is `slow_seconds`, whatever the machine. A stream can hide as
-much of that as it trains, so the second table has a scripted service whose sampling and training take their time too, as on a
-GPU: there nothing depends on the load of this machine. Seconds are those of the loop, from its first step to its last.
+Most groups get their rewards after `fast_seconds`, and a share of them, drawn by seed, after `slow_seconds`. The environment
+sleeps, so a step that trains on its own samples takes at least `slow_seconds` on any machine. A stream can hide as much of that
+as its training takes, so the second table has a scripted service whose sampling and training take time too, as on a GPU; it does
+not depend on the load of this machine. Seconds are those of the loop, from its first step to its last.
 """
 
 import asyncio
@@ -50,25 +50,25 @@ class PacingConfig:
     groups: int = chz.field(default=32, doc="groups of a batch", validator=chz.validators.gt(1))
     members: int = chz.field(default=8, doc="rollouts of a group", validator=chz.validators.gt(1))
     max_tokens: int = chz.field(default=64, doc="longest reply", validator=chz.validators.gt(0))
-    fast_seconds: float = chz.field(default=0.1, doc="what most groups wait for their rewards")
-    slow_seconds: float = chz.field(default=2.0, doc="what the others wait")
-    slow_share: float = chz.field(default=0.25, doc="how likely a group is one of the others")
+    fast_seconds: float = chz.field(default=0.1, doc="wait of most groups for their rewards")
+    slow_seconds: float = chz.field(default=2.0, doc="wait of the other groups")
+    slow_share: float = chz.field(default=0.25, doc="probability that a group is one of the others")
     minibatches: int = chz.field(default=8, doc="passes of a stream's step", validator=chz.validators.gt(0))
     max_steps_off_policy: int = chz.field(default=2, doc="batches sampled ahead", validator=chz.validators.gt(0))
-    sample_seconds: float = chz.field(default=1.0, doc="scripted service: what a reply takes")
-    train_seconds: float = chz.field(default=2.0, doc="scripted service: what training on a whole batch takes")
+    sample_seconds: float = chz.field(default=1.0, doc="scripted service: seconds per reply")
+    train_seconds: float = chz.field(default=2.0, doc="scripted service: seconds of training on a whole batch")
     seed: int = chz.field(default=0, doc="seed of problems, replies and latencies")
     output: str = chz.field(default=RESULTS, doc="folder for the results (JSON and markdown)")
 
 
-def latency(config: PacingConfig, batch: int, place: int) -> float:
+def latency(config: PacingConfig, batch: int, index_in_batch: int) -> float:
     """Seconds that a group waits for its rewards."""
-    drawn = random.Random(derive_seed(config.seed, "latency", batch, place)).random()
+    drawn = random.Random(derive_seed(config.seed, "latency", batch, index_in_batch)).random()
     return config.slow_seconds if drawn < config.slow_share else config.fast_seconds
 
 
 class SlowSum(rl_basic.ArithmeticEnv):
-    """A sum whose reward takes its time."""
+    """A sum whose reward is delayed."""
 
     def __init__(self, *args: Any, seconds: float, **options: Any):
         super().__init__(*args, **options)
@@ -88,9 +88,9 @@ class SlowSums(RLDataset):
 
     def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
         slowed = []
-        for place, builder in enumerate(self.problems.get_batch(index)):
+        for index_in_batch, builder in enumerate(self.problems.get_batch(index)):
             assert isinstance(builder, OneTurnGroupBuilder) and isinstance(builder.env_thunk, functools.partial)
-            thunk, seconds = builder.env_thunk, latency(self.config, index, place)
+            thunk, seconds = builder.env_thunk, latency(self.config, index, index_in_batch)
             slow = functools.partial(SlowSum, *thunk.args, **thunk.keywords, seconds=seconds)
             slowed.append(dataclasses.replace(builder, env_thunk=slow))
         return slowed
@@ -100,7 +100,7 @@ class SlowSums(RLDataset):
 
 
 class SlowNumber(Env):
-    """Rewards what the scripted service says, in its time."""
+    """Rewards the number that the scripted service samples, after a delay."""
 
     def __init__(self, prompt: list[int], seconds: float):
         self.prompt, self.seconds = tinker.ModelInput.from_ints(prompt), seconds
@@ -116,12 +116,12 @@ class SlowNumber(Env):
 @dataclass(frozen=True)
 class SlowNumbers(EnvGroupBuilder):
     batch: int
-    place: int
+    index_in_batch: int
     config: PacingConfig
 
     async def make_envs(self) -> Sequence[SlowNumber]:
-        seconds = latency(self.config, self.batch, self.place)
-        return [SlowNumber([self.place, i, self.batch], seconds) for i in range(self.config.members)]
+        seconds = latency(self.config, self.batch, self.index_in_batch)
+        return [SlowNumber([self.index_in_batch, i, self.batch], seconds) for i in range(self.config.members)]
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class SlowNumberDataset(RLDataset):
     config: PacingConfig
 
     def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
-        return [SlowNumbers(index, place, self.config) for place in range(self.config.groups)]
+        return [SlowNumbers(index, index_in_batch, self.config) for index_in_batch in range(self.config.groups)]
 
     def __len__(self) -> int:
         return self.config.steps
@@ -137,7 +137,7 @@ class SlowNumberDataset(RLDataset):
 
 @chz.chz(typecheck=True)
 class SlowBuilder(RLDatasetBuilder):
-    """Nothing is evaluated."""
+    """The slow problems, without an evaluation set."""
 
     config: PacingConfig = chz.field(doc="how slow, and how many")
     problems: RLDatasetBuilder | None = chz.field(
@@ -157,7 +157,7 @@ def scripted_service(config: PacingConfig) -> ScriptedService:
 
 
 def pacings(config: PacingConfig) -> dict[str, dict[str, Any]]:
-    """The rows of the table: keys of the run."""
+    """Row of the table -> keys of its run."""
     ahead, passes = config.max_steps_off_policy, config.minibatches
     by_time: dict[str, Any] = {"deterministic": False}
     stream, asynchronous = train.StreamMinibatchConfig, train.AsyncConfig
@@ -211,7 +211,7 @@ def scripted_config(config: PacingConfig, folder: str, keys: dict[str, Any]) -> 
 async def run(
     make: Callable[[PacingConfig, str, dict[str, Any]], train.Config], config: PacingConfig, keys: dict[str, Any]
 ):
-    """One run in a folder of its own. Returns its rows."""
+    """Make one run in a temporary folder. Returns its rows."""
     with tempfile.TemporaryDirectory() as folder:
         await train.main(make(config, folder, keys))
         lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
@@ -221,7 +221,7 @@ async def run(
 async def compare(
     report: Report, title: str, make: Callable[[PacingConfig, str, dict[str, Any]], train.Config], config: PacingConfig
 ) -> None:
-    """Add a table of all pacings in turn."""
+    """Run all pacings and add a table of them."""
     columns = [
         "pacing",
         "seconds",
@@ -258,7 +258,7 @@ async def compare(
 
 
 async def measure(config: PacingConfig) -> Report:
-    """Both tables, after a first step that loads the model."""
+    """Measure both tables, after a first step that loads the model."""
     report = Report.of_recipes("pacing")
     report.measurements["config"] = {name: getattr(config, name) for name in chz.chz_fields(config) if name != "output"}
     waits = (

@@ -1,4 +1,4 @@
-"""The base model in bfloat16 beside float32: how much faster it samples, and how far its logprobs are off.
+"""The base model in bfloat16 compared with float32: sampling speed, and error of its logprobs.
 
 python -m benchmarks.precision shape=small
 """
@@ -24,7 +24,7 @@ DTYPES = ("float32", "bfloat16")
 
 @chz.chz(typecheck=True)
 class Config(ComparisonConfig):
-    """Keys of `python -m benchmarks.precision`. It runs both number formats (dtype is not read), and has no peers."""
+    """Keys of `python -m benchmarks.precision`. It runs both dtypes (the key `dtype` is not read), and has no peers."""
 
     max_new_tokens: int = chz.field(default=128, doc="longest completion", validator=chz.validators.gt(0))
 
@@ -59,7 +59,7 @@ def run(config: Config) -> Report:
 
 
 def speed_table(results: list[Measurement]) -> Table:
-    """By the clock, and by the CPU time of this process, which other programs disturb less."""
+    """Speed by wall-clock time, and by the CPU time of this process, which other programs disturb less."""
     rows = []
     for result in results:
         by_cpu = [r.tokens / (r.seconds * r.own_cores) for r in result.repetitions if r.own_cores > 0]
@@ -75,7 +75,7 @@ def speed_table(results: list[Measurement]) -> Table:
 
 
 def error_table(exact: SamplingClient, rounded: SamplingClient, workload: Workload) -> Table:
-    """Tokens sampled in bfloat16: their logprobs, against those of the float32 model and against bfloat16's own scores."""
+    """Logprobs of tokens sampled in bfloat16, compared with the float32 model and with bfloat16's prompt logprobs."""
     groups = sample_workload(rounded, workload, round_number=1)
     pairs = [(prompt, s) for prompt, group in zip(workload.prompts_P, groups, strict=True) for s in group]
     sampled = np.concatenate([np.array(sequence.logprobs) for _, sequence in pairs])

@@ -1,10 +1,10 @@
-"""Weights in fewer bits: what models take of a card, and how far sampler and trainer are apart (docs/models.md).
+"""Quantised weights: memory of models on a GPU, and difference of sampler and trainer (docs/models.md).
 
     python -m benchmarks.quantized
 
-The first table is arithmetic from the shapes of released models, by the engine's own functions. For the second, a random model
-of four layers samples with each value of TINKER_LOCAL_QUANTIZATION, and what was sampled is scored by the trainer. It needs the
-extra `quantized`.
+The first table is computed from the shapes of released models, by the engine's own functions. For the second, a random model of
+four layers samples with each value of TINKER_LOCAL_QUANTIZATION, and the trainer scores the samples. It needs the extra
+`quantized`.
 """
 
 import os
@@ -49,7 +49,7 @@ class Config:
 
 
 def footprint_of(name: str, quantization: str | None) -> Footprint:
-    """Of a released model, made on the meta device in bfloat16."""
+    """Footprint of a released model, created on the meta device in bfloat16."""
     shapes = shapes_of(name)
     assert shapes is not None
     with torch.device("meta"):
@@ -57,26 +57,26 @@ def footprint_of(name: str, quantization: str | None) -> Footprint:
     return footprint(model, quantization, RANK)
 
 
-def cell(found: Footprint, gib: int) -> str:
+def cell(size: Footprint, gib: int) -> str:
     """Tokens of the KV cache, and of the longest sequence in training; "-" if the model does not fit."""
-    plan = of_card(gib, found)
+    plan = of_card(gib, size)
     return "-" if plan.missing else f"{plan.kv_tokens // 1000:,}k / {plan.longest_tokens // 1000:,}k"
 
 
 def memory_table() -> list[list[str]]:
-    """A row for each model and format: its weights, and what fits beside them."""
+    """A row for each model and format: its weights, and what fits next to them."""
     rows = [["model", "weights", "GiB", *(f"{gib} GB" for gib in CARDS)]]
     for name in MODELS:
         for quantization in (None, "int8", "nf4"):
-            found = footprint_of(name, quantization)
-            cells = [cell(found, gib) for gib in CARDS]
-            rows.append([name, quantization or "bfloat16", f"{found.weights / 2**30:.1f}", *cells])
+            size = footprint_of(name, quantization)
+            cells = [cell(size, gib) for gib in CARDS]
+            rows.append([name, quantization or "bfloat16", f"{size.weights / 2**30:.1f}", *cells])
     return rows
 
 
 @contextmanager
 def quantization(value: str) -> Iterator[None]:
-    """Within: models are loaded so."""
+    """Inside the context models are loaded with this value of TINKER_LOCAL_QUANTIZATION."""
     before = os.environ.pop(VARIABLE, None)
     os.environ[VARIABLE] = value
     try:

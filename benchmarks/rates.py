@@ -1,4 +1,4 @@
-"""What the hardware can do, measured here and now, and what the work needs at least: the two sides of a utilization."""
+"""Measured rates of the hardware, and minimum requirements of the work: numerator and denominator of a utilisation."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from benchmarks.models import Shape
 from benchmarks.workload import TrainingSequence
 
 LONGEST_PRODUCT = 1.0
-"""Seconds that a product on a CPU may take."""
+"""Limit on the seconds of a product on a CPU."""
 
 
 def matmul_rate(device: str, dtype: str) -> float:
-    """FLOP/s of a large square matrix product: on a CPU of at most 2048 rows, fewer where it has no such arithmetic (bfloat16
-    is then a thousand times slower than float32).
+    """FLOP/s of a large square matrix product. On a CPU it has at most 2048 rows, or fewer if the CPU lacks the arithmetic
+    (bfloat16 is then a thousand times slower than float32).
     """
     if device == "cuda":
         return _product_rate(device, dtype, 8192, repetitions=7)
@@ -33,7 +33,7 @@ def _product_rate(device: str, dtype: str, size: int, repetitions: int) -> float
 
 
 def copy_bandwidth(device: str) -> float:
-    """Bytes/s of a copy within the device's memory, reads and writes counted."""
+    """Bytes/s of a copy within the device's memory, counting reads and writes."""
     count = 2**30 if device == "cuda" else 2**26
     source, target = (torch.empty(count, dtype=torch.uint8, device=device).zero_() for _ in range(2))
     return 2 * count / _seconds(lambda: target.copy_(source), device)
@@ -52,10 +52,10 @@ def _seconds(action: Callable[[], object], device: str, repetitions: int = 7) ->
 
 
 def training_flops(shape: Shape, rank: int, sequences: Sequence[TrainingSequence]) -> float:
-    """Floating-point operations that LoRA training on these sequences needs when no work is shared or repeated.
+    """Floating-point operations of LoRA training on these sequences, if no work is shared or repeated.
 
-    A frozen matrix costs 2 operations per weight and token forward and 2 backward (for the input only), an adapter 2 and 4,
-    the head as a frozen matrix where there is a loss. Causal attention costs 2 * length^2 * heads * head_dim per layer
+    A frozen matrix costs 2 operations per weight and token forward and 2 backward (only for the input), an adapter 2 and 4, and
+    the head, at positions with a loss, as a frozen matrix. Causal attention costs 2 * length^2 * heads * head_dim per layer
     forward and twice that backward.
     """
     tokens = sum(len(s.tokens) - 1 for s in sequences)
@@ -72,9 +72,9 @@ def training_flops(shape: Shape, rank: int, sequences: Sequence[TrainingSequence
 def decode_bytes(
     shape: Shape, rank: int, rows: int, prompt_length: int, new_tokens: int, bytes_per_number: int
 ) -> float:
-    """Bytes that decoding must read at least: at each step all weights and adapters once, and every row's KV cache.
+    """Minimum bytes that decoding reads: at each step all weights and adapters once, and every row's KV cache.
 
-    The first token comes from the prefill, so there is a step less than tokens.
+    The first token comes from the prefill, so there is one step fewer than tokens.
     """
     weights = (shape.body_parameters + shape.head_parameters + shape.adapter_parameters(rank)) * bytes_per_number
     positions = sum(prompt_length + i for i in range(1, new_tokens))

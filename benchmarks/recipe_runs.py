@@ -1,10 +1,10 @@
-"""Every recipe with its defaults, in a process of its own: how long it takes, and whether its numbers move as it says.
+"""Every recipe with its defaults, in its own process: duration, and whether its numbers improve as documented.
 
     python -m benchmarks.recipe_runs
     python -m benchmarks.recipe_runs only=recipes.rl_basic,recipes.tool_use
 
-The table of `recipe_table.py` is also what the smoke test runs, with small settings. Ends with exit code 1 when a recipe fails,
-takes more than the limit (for each of its trainings), or moves a number the wrong way.
+The smoke test runs the same table (`recipe_table.py`) with small settings. Exits with 1 if a recipe fails, exceeds the time limit
+(per training), or moves a number in the wrong direction.
 """
 
 from __future__ import annotations
@@ -37,30 +37,30 @@ Start = Callable[[list[str], dict[str, str], str], tuple[int, str]]  # (command,
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a run."""
+    """The result of a run."""
 
     run: RecipeRun
     seconds: float
     cpu_seconds: float
-    """of the process and its children; on a busy machine this says more than `seconds`"""
+    """of the process and its children; more reliable than `seconds` on a busy machine"""
     returncode: int
     output: str
     values: tuple[tuple[float, float] | None, ...]
     missing: tuple[str, ...]
 
     def problems(self, limit: float) -> list[str]:
-        """Why the run is not what it should be; empty if it is."""
-        found = [] if self.returncode == 0 else [f"exit code {self.returncode}"]
+        """The problems of the run; empty if there are none."""
+        problems = [] if self.returncode == 0 else [f"exit code {self.returncode}"]
         limit *= self.run.trainings
         if self.seconds > limit:
-            found.append(f"took {self.seconds:.0f} s, more than {limit:.0f}")
-        found += [f"no {name}" for name in self.missing]
+            problems.append(f"took {self.seconds:.0f} s, more than {limit:.0f}")
+        problems += [f"no {name}" for name in self.missing]
         for measure, values in zip(self.run.measures, self.values, strict=True):
             if values is None:
-                found.append(f"{measure.key} is not there twice")
+                problems.append(f"{measure.key} was not reported twice")
             elif not measure.moved_right(*values):
-                found.append(f"{measure.key} did not go {measure.better}")
-        return found
+                problems.append(f"{measure.key} did not go {measure.better}")
+        return problems
 
 
 def spawned(command: list[str], env: dict[str, str], typed: str) -> tuple[int, str]:
@@ -71,7 +71,7 @@ def spawned(command: list[str], env: dict[str, str], typed: str) -> tuple[int, s
 
 
 def run_recipe(run: RecipeRun, folder: Path, sl_basic: Path, small: bool = False, start: Start = spawned) -> Outcome:
-    """One recipe in a process of its own; its checkpoints go below `folder`'s parent."""
+    """Run one recipe in its own process; its checkpoints go below `folder`'s parent."""
     environment = {key: value for key, value in os.environ.items() if key != "TINKER_BACKEND"}
     environment |= {"TINKER_LOCAL_HOME": str(sl_basic.parent / "home"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     started, used = time.perf_counter(), _children_cpu()
@@ -91,10 +91,10 @@ def _children_cpu() -> float:
 class CLIConfig:
     """Keys of `python -m benchmarks.recipe_runs`."""
 
-    only: tuple[str, ...] = chz.field(default=(), doc="these recipes alone, by module; default: all")
+    only: tuple[str, ...] = chz.field(default=(), doc="run only these recipes, by module; default: all")
     limit: float = chz.field(
         default=120.0,
-        doc="seconds that a recipe may take, or each of the trainings that it makes",
+        doc="time limit in seconds of a recipe, or of each of its trainings",
         validator=chz.validators.gt(0),
     )
     write: bool = chz.field(
@@ -156,7 +156,7 @@ def table_rows(outcomes: Sequence[Outcome], limit: float) -> list[list[str]]:
 
 
 def _write(rows: Sequence[Sequence[str]], outcomes: Sequence[Outcome]) -> None:
-    """Rows of recipes that were not run now stay as they are, with the machine that they were measured on."""
+    """Write the results. Rows of recipes that were not run are kept, with the machine on which they were measured."""
     results = Path(__file__).parent / "results"
     machine = facts(1)
     now = {
@@ -173,7 +173,7 @@ def _write(rows: Sequence[Sequence[str]], outcomes: Sequence[Outcome]) -> None:
         }
         for outcome, row in zip(outcomes, rows, strict=True)
     }
-    # Not beside the reports, which `benchmarks.tables` reads every JSON file of.
+    # In a subfolder, because `benchmarks.tables` reads all JSON files in `results`.
     path = results / "recipes" / "runs.json"
     path.parent.mkdir(exist_ok=True)
     earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

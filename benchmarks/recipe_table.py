@@ -1,4 +1,4 @@
-"""How each recipe is tried out, and which of its numbers moves: for `benchmarks.recipe_runs` and the smoke test."""
+"""Arguments and expected changes of each recipe, for `benchmarks.recipe_runs` and the smoke test."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tinker_cookbook.utils.files import read_jsonl
 
 @dataclass(frozen=True)
 class Measure:
-    """A number that a recipe says it moves."""
+    """A number that a recipe improves, by its documentation."""
 
     key: str
     better: Literal["up", "down"]
     at: Literal["evaluations", "steps"] = "evaluations"
-    """first against last evaluation, or means over the first and the last five steps"""
+    """compare the first and the last evaluation, or means over the first and the last five steps"""
     folder: str = ""
-    """of the metrics.jsonl, below the run's folder"""
+    """folder of the metrics.jsonl, below the run's folder"""
 
     def read(self, log_path: Path) -> tuple[float, float] | None:
         rows = read_jsonl(log_path / self.folder / "metrics.jsonl", tolerate_torn_tail=True)
@@ -32,23 +32,23 @@ class Measure:
 
 @dataclass(frozen=True)
 class RecipeRun:
-    """How a recipe is run. `{folder}` is a fresh folder of its own, `{sl_basic}` the folder of a finished sl_basic run."""
+    """How a recipe is run. `{folder}` is a fresh folder, `{sl_basic}` the folder of a finished sl_basic run."""
 
     module: str
     folder_key: str | None = "log_path"
-    """the key that takes the folder; None for a recipe without one"""
+    """the key for the folder; None for a recipe without one"""
     arguments: tuple[str, ...] = ()
-    """besides its defaults, what it cannot do without"""
+    """required arguments"""
     small: tuple[str, ...] = ()
-    """what makes it a matter of seconds"""
+    """arguments that reduce it to seconds, for the smoke test"""
     measures: tuple[Measure, ...] = ()
     files: tuple[str, ...] = ()
-    """what must be in the folder afterwards"""
+    """files that it must write to the folder"""
     stdin: str = ""
     trainings: int = 1
-    """how many it makes one after the other, each of which may take the limit"""
+    """number of consecutive trainings, each of which may take the time limit"""
     needs: tuple[str, ...] = field(default=())
-    """packages of an extra, without which it does not run"""
+    """required packages of an extra"""
 
     def command(self, folder: Path, sl_basic: Path, small: bool) -> list[str]:
         keys = [f"{self.folder_key}={{folder}}"] if self.folder_key else []
@@ -317,4 +317,4 @@ NOT_SMOKED = {
     "recipes.plot": "takes the folder of a run, and matplotlib; tests/report/test_figures.py draws",
     "recipes.check_artifacts": "takes the folder of a run; tests/recipes/test_check_artifacts.py runs it",
 }
-"""Commands that are no recipes to try out, and why."""
+"""Command -> why it is not in the table."""

@@ -1,11 +1,11 @@
-"""What the records of a large step cost: megabytes on disk, and seconds of the loop's own time.
+"""Cost of the records of a large step: megabytes on disk, and seconds of the loop's time.
 
     python -m benchmarks.records
     python -m benchmarks.records groups=32 members=8 tokens=500
 
-The step has groups x members rollouts of `tokens` tokens each after a prompt of 100, all of which are trained on. Ids are drawn
-evenly from a large vocabulary, logprobs have random last bits, and the trainer's differ from the sampler's: nothing
-compresses better than it would in a real run.
+The step has groups x members rollouts of `tokens` tokens each after a prompt of 100, all of which are trained on. Ids are uniform
+over a large vocabulary, logprobs have random last bits, and the trainer's differ from the sampler's, so that nothing compresses
+better than in a real run.
 """
 
 import json
@@ -37,13 +37,13 @@ class RecordsConfig:
     groups: int = chz.field(default=128, doc="groups of the step", validator=chz.validators.gt(0))
     members: int = chz.field(default=16, doc="rollouts of a group", validator=chz.validators.gt(0))
     tokens: int = chz.field(default=1000, doc="sampled tokens of a rollout", validator=chz.validators.gt(0))
-    num_groups_to_log: int = chz.field(default=4, doc="groups with JSON files of their own")
+    num_groups_to_log: int = chz.field(default=4, doc="groups with separate JSON files")
     seed: int = chz.field(default=0, doc="seed of ids and logprobs")
     output: str | None = chz.field(default=None, doc="JSON file for the result; default: none")
 
 
 def make_step(config: RecordsConfig) -> StepRollouts:
-    """A step whose every rollout is trained on."""
+    """A step in which every rollout is trained on."""
     rng = np.random.default_rng(config.seed)
     groups: list[TrajectoryGroup] = []
     for _ in range(config.groups):
@@ -69,15 +69,15 @@ def make_step(config: RecordsConfig) -> StepRollouts:
 
 def _reply(prompt: tinker.ModelInput, tokens: int, rng: np.random.Generator) -> Transition:
     logprobs = (-rng.exponential(0.5, tokens)).astype(np.float32).tolist()
-    said = TokensWithLogprobs(rng.integers(0, VOCABULARY, tokens).tolist(), logprobs, "stop")
-    return Transition(prompt, said, 0.0, True, {"correct": 1.0})
+    reply = TokensWithLogprobs(rng.integers(0, VOCABULARY, tokens).tolist(), logprobs, "stop")
+    return Transition(prompt, reply, 0.0, True, {"correct": 1.0})
 
 
 def measure(config: RecordsConfig) -> dict[str, float]:
-    """Megabytes of the step's folder, seconds of the loop's time, and seconds until all was on disk.
+    """Megabytes of the step's folder, seconds of the loop's time, and seconds until everything is on disk.
 
-    The loop waits while the step is handed over. After that the writer's thread competes with it for the interpreter: it loses
-    at most the processor time of that thread, which compresses and waits for the disk without holding the interpreter.
+    The loop waits while the step is handed over. After that the writer's thread competes with it for the GIL: the loop loses at
+    most the CPU time of that thread, which compresses and waits for the disk without holding the GIL.
     """
     step, used = make_step(config), 0.0
 

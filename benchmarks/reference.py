@@ -1,4 +1,4 @@
-"""What the engine must compute, written down a second time: transformers' model in float64, whole matrices, autograd."""
+"""Independent reference for the engine: transformers' model in float64, with merged weights and autograd."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,12 +13,12 @@ from tinker_local_backend import TrainingClient
 
 
 def expert_tensor(experts: Any, leaf: str) -> str:
-    """The tensor of a module of routed experts that has the outputs of a matrix: gate and up may be in one."""
+    """Name of the tensor of a routed experts module with the outputs of a matrix: gate and up may be fused in one tensor."""
     return leaf if hasattr(experts, leaf) else "gate_up_proj"
 
 
 def experts_with(experts: Any, leaf: str, weights: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """This tensor of routed experts with the delta (experts or 1, out, in) of a matrix added, all of it or to its gate or up."""
+    """A tensor of routed experts plus the delta (experts or 1, out, in) of a matrix, added to all of it or to gate or up only."""
     by_output = weights.transpose(1, 2) if experts.is_transposed else weights
     outputs = torch.arange(by_output.shape[1])
     if expert_tensor(experts, leaf) != leaf:
@@ -29,7 +29,7 @@ def experts_with(experts: Any, leaf: str, weights: torch.Tensor, delta: torch.Te
 
 
 class Reference:
-    """A model in double precision, on the CPU wherever the engine is. LoRA enters as W + scale * B @ A in the weights."""
+    """A model in double precision, always on the CPU. LoRA is merged into the weights as W + scale * B @ A."""
 
     def __init__(self, model_path: str):
         self.model = AutoModelForCausalLM.from_pretrained(
@@ -37,12 +37,12 @@ class Reference:
         ).requires_grad_(False)
 
     def adapter_of(self, client: TrainingClient) -> dict[str, torch.Tensor]:
-        """Double precision copies of a client's A and B matrices, as leaves, in the engine's order."""
+        """Double precision copies of a client's A and B matrices, as autograd leaves, in the engine's order."""
         named = client._run.state.adapter.named_parameters()
         return {name: matrix.detach().cpu().double().clone().requires_grad_() for name, matrix in named}
 
     def logits(self, tokens: Sequence[int], adapter: Mapping[str, torch.Tensor] | None = None, scale: float = 1.0):
-        """(N, vocabulary) float64 of one sequence by itself."""
+        """Logits (N, vocabulary) in float64 of one sequence."""
         weights = dict(self.model.named_parameters(remove_duplicate=False))
         merged = {}
         for name, a in (adapter or {}).items():
@@ -109,15 +109,15 @@ DEFAULTS: dict[str, dict[str, float]] = {
 
 
 def datum_loss(
-    loss_fn: str, lp: torch.Tensor, given: Mapping[str, torch.Tensor], config: Mapping[str, float]
+    loss_fn: str, lp: torch.Tensor, inputs: Mapping[str, torch.Tensor], config: Mapping[str, float]
 ) -> torch.Tensor:
-    """The sum over one datum, by the formula; `given` holds the datum's inputs in float64."""
-    lp = lp.double()  # some models give logits in float32, whatever they compute in
+    """The sum over one datum, by the formula; `inputs` has the datum's inputs in float64."""
+    lp = lp.double()  # some models return logits in float32, whatever dtype they compute in
     if loss_fn == "cross_entropy":
-        return -(given["weights"] * lp).sum()
-    kept = (given["advantages"] != 0) | (given["logprobs"] != 0)
-    q, advantages = given["logprobs"][kept], given["advantages"][kept]
-    log_ratio_of_all = lp - given["logprobs"]
+        return -(inputs["weights"] * lp).sum()
+    kept = (inputs["advantages"] != 0) | (inputs["logprobs"] != 0)
+    q, advantages = inputs["logprobs"][kept], inputs["advantages"][kept]
+    log_ratio_of_all = lp - inputs["logprobs"]
     lp = lp[kept]
     ratio = torch.where(advantages != 0, lp - q, 0.0).exp()  # elsewhere it may overflow, and is multiplied by 0
     if loss_fn == "importance_sampling":
@@ -129,12 +129,12 @@ def datum_loss(
         t = signs * config["temperature_positive"] + (1 - signs) * config["temperature_negative"]
         return -(4 / t / (1 + (t * (1 - ratio)).exp()) * advantages).sum()
     if loss_fn == "stable_reinforce":
-        own = (lp - q).detach()
-        if not kept.any() or abs(own.mean()) > config["sequence_log_ratio_bound"]:
+        log_ratio = (lp - q).detach()
+        if not kept.any() or abs(log_ratio.mean()) > config["sequence_log_ratio_bound"]:
             return torch.zeros((), dtype=torch.float64)
         weights = [
             min(w, config["weight_cap"]) if config["token_ratio_low"] <= w <= config["token_ratio_high"] else 0.0
-            for w in own.exp().tolist()
+            for w in log_ratio.exp().tolist()
         ]
         return -(lp.new_tensor(weights) * (lp - lp.detach() + 1) * advantages).sum()
     bounds = config["clip_low_threshold"], config["clip_high_threshold"]
@@ -143,7 +143,7 @@ def datum_loss(
     if loss_fn == "gspo":
         if not kept.any():
             return torch.zeros((), dtype=torch.float64)
-        mean = log_ratio_of_all[given["sequence_ratio_mask"] == 1].mean()
+        mean = log_ratio_of_all[inputs["sequence_ratio_mask"] == 1].mean()
         ratio = mean.exp().detach() * (lp - lp.detach()).exp()
     return -torch.minimum(ratio * advantages, ratio.clamp(*bounds) * advantages).sum()
 
@@ -159,23 +159,23 @@ def loss_and_gradients(
 ) -> tuple[float, list[np.ndarray], dict[str, np.ndarray]]:
     """(loss sum, logprobs per datum, gradient per adapter matrix) of any built-in loss.
 
-    at: logprobs per datum at which the loss and its slopes are taken, instead of the model's own. Given those of an engine
-        that rounds more, a ratio lies on the same side of a clip and is as large; the slopes then go through this model.
+    at: logprobs per datum at which the loss and its slopes are taken, instead of the model's own. With those of an engine
+        that rounds more, each ratio is the engine's, on the same side of a clip; the slopes then go through this model.
     """
     adapter = reference.adapter_of(client)
     scale = 32 / client._run.state.adapter.spec.rank
     total = torch.zeros((), dtype=torch.float64)
     logprobs = []
     for i, datum in enumerate(data):
-        given = {key: torch.from_numpy(value.to_numpy()) for key, value in datum.loss_fn_inputs.items()}
-        targets = given.pop("target_tokens")
+        inputs = {key: torch.from_numpy(value.to_numpy()) for key, value in datum.loss_fn_inputs.items()}
+        targets = inputs.pop("target_tokens")
         scores = reference.logprobs(datum.model_input.to_ints(), adapter, scale, temperature)
         lp = scores.gather(1, targets.reshape(len(targets), -1)).reshape(targets.shape)
-        given = {key: value.double() for key, value in given.items()}
+        inputs = {key: value.double() for key, value in inputs.items()}
         logprobs.append(lp.detach().numpy())
         if at is not None:
             lp = lp + (torch.from_numpy(at[i]).double() - lp).detach()
-        total = total + datum_loss(loss_fn, lp, given, {**DEFAULTS[loss_fn], **(config or {})})
+        total = total + datum_loss(loss_fn, lp, inputs, {**DEFAULTS[loss_fn], **(config or {})})
     if not total.requires_grad:
         return float(total), logprobs, {name: np.zeros(tuple(matrix.shape)) for name, matrix in adapter.items()}
     gradients = torch.autograd.grad(total, list(adapter.values()), allow_unused=True)

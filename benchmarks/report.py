@@ -19,10 +19,10 @@ from benchmarks.machine import facts
 
 NOT_MEASURED = "not measured"
 TOKENS_MAY_DIFFER = 0.25
-"""Sampled lengths are random; beyond this share of difference from the first row the work was not the same."""
+"""Sampled lengths are random; a row that differs from the first by more than this share did not do the same work."""
 
 _FILE_WIDTH = 180
-"""columns of the printed table when it goes to a file or a pipe"""
+"""characters per line when the table is printed to a file or a pipe"""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Table:
 
 @dataclass
 class Report:
-    """One run of one benchmark. `measurements` is what the tables were made of, for whoever wants other statistics."""
+    """One run of one benchmark. `measurements` is what the tables were computed from, for other statistics."""
 
     benchmark: str
     shape: str
@@ -53,7 +53,7 @@ class Report:
 
     @classmethod
     def of_recipes(cls, benchmark: str) -> Report:
-        """The same of a benchmark that runs recipes, on the shipped model in float32 on the CPU."""
+        """An empty report of a benchmark that runs recipes, on the shipped model in float32 on the CPU."""
         return cls(benchmark, "tiny_chat", "float32", "cpu", facts(int(os.environ.get("OMP_NUM_THREADS", "1"))), [])
 
     @property

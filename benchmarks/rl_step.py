@@ -1,4 +1,4 @@
-"""Seconds per step of preference and policy training, everything between one step and the next included.
+"""Seconds per step of preference and policy training, including everything between two steps.
 
 GRPO: sample 8 prompts x 8, reward, advantages, train, optimizer, new snapshot. DPO: reference and policy passes over 32 pairs,
 optimizer.
@@ -50,7 +50,7 @@ def run(config: Config) -> Report:
 def _compare(
     report: Report, config: Config, model: Path, workload: Workload, method: str, peers: Mapping[str, Peer]
 ) -> None:
-    """One method, ours and the peers, with engines of its own that end with it."""
+    """One method, ours and the peers, with new engines that are closed at its end."""
     with ExitStack() as stack:
         engine = stack.enter_context(LocalEngine(model, config.rank))
         if method == "GRPO":

@@ -23,7 +23,7 @@ from tinker_local_backend import SamplingClient
 
 PROMPT_TOKENS = 64
 FULL_BATCH = 512
-"""Sequences that the engine runs at once; from here on the rate should not depend on the number of rollouts."""
+"""Sequences that the engine runs at once; from this number on, the rate should not depend on the number of rollouts."""
 
 
 @chz.chz(typecheck=True)
@@ -39,7 +39,7 @@ class Config(ComparisonConfig):
 
 @dataclass(frozen=True)
 class Case:
-    """So many rollouts of so many tokens each."""
+    """A number of rollouts of `reply` tokens each."""
 
     rollouts: int
     reply: int
@@ -69,11 +69,11 @@ def run(config: Config) -> Report:
 
 
 def _work(engine: LocalEngine, sampler: SamplingClient, case: Case, vocab: int) -> Callable[[int], int]:
-    """Groups of samples, all submitted at once, with other prompts in each round."""
+    """Groups of samples, all submitted at once, with different prompts in each round."""
 
     def work(number: int) -> int:
         local = engine.service._engine
-        local.submit("forget", local.evict_prefixes).result()
+        local.submit("evict prefixes", local.evict_prefixes).result()
         rng = random.Random(number)
         groups = case.rollouts // GROUP_SIZE
         prompts = [

@@ -1,9 +1,9 @@
-"""How fast decoding and training can be at most on a card: arithmetic, nothing is measured (docs/gpu.md).
+"""Upper bounds for the speed of decoding and training on a GPU: arithmetic, nothing is measured (docs/gpu.md).
 
     python -m benchmarks.roofline
 
-A decode step runs once on tensors without data, at the model's real widths, and every operator's launches, bytes and operations
-are counted. Each takes as long as its bytes at the card's bandwidth, its operations at the card's rate, or its launches,
+A decode step runs once on tensors without data, with the model's real widths, and every operator's launches, bytes and
+operations are counted. Each takes as long as its bytes at the GPU's bandwidth, its operations at the GPU's rate, or its launches,
 whichever is longest. Rates are those of datasheets, which no program reaches, so speeds are upper bounds.
 """
 
@@ -38,24 +38,24 @@ CELLS = tuple(Cell(batch, 1024, min(batch, 8)) for batch in (1, 8, 64, 256))
 CONTEXTS = (1024, 4096, 16384)
 RANK = 32
 ITEM_BYTES = 2
-"""of a bfloat16"""
+"""bytes of a bfloat16 number"""
 
 LAUNCH_SECONDS = 2e-6
-"""Least time of a kernel in a replayed graph: assumed, not measured."""
+"""Shortest time of a kernel in a replayed graph: assumed, not measured."""
 
 MEMORY_SHARE = 0.9
-"""of a card, for weights and keys; activations and buffers take the rest"""
+"""share of a GPU's memory for weights and keys; activations and buffers take the rest"""
 
 LAUNCHES = {"lora_add": 2, "paged_attention": 2}
-"""Kernels of the operations of engine/cuda/ops.py that have more than one."""
+"""Number of kernels of the operations of engine/cuda/ops.py that launch more than one."""
 
 NO_LAUNCH = ("prim::", "aten::empty", "aten::new_empty")
-"""Operators that compute nothing, by the beginnings of their names."""
+"""Prefixes of the names of operators that compute nothing."""
 
 
 @dataclass(frozen=True)
 class Operator:
-    """What one call asks of a card."""
+    """The work of one call on a GPU."""
 
     name: str
     launches: int
@@ -65,7 +65,7 @@ class Operator:
 
 @dataclass(frozen=True)
 class Card:
-    """From its datasheet: memory, and products of bfloat16 that are summed in float32, without sparsity."""
+    """A GPU by its datasheet: memory, and rate of bfloat16 products that are summed in float32, without sparsity."""
 
     name: str
     memory: int
@@ -100,10 +100,10 @@ class _Counting(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name = func.name().removesuffix(".default")
         if not func.is_view and not name.startswith(NO_LAUNCH):
-            own = name.removeprefix(f"{NAMESPACE}::")
-            bytes_of = self._moved.get(own, _everything)
+            short = name.removeprefix(f"{NAMESPACE}::")
+            bytes_of = self._moved.get(short, _all_bytes)
             operations = 2 * result.numel() * args[0].shape[-1] if name.startswith("aten::mm") else 0
-            self.counted[Operator(own, LAUNCHES.get(own, 1), bytes_of(result, *args), operations)] += 1
+            self.counted[Operator(short, LAUNCHES.get(short, 1), bytes_of(result, *args), operations)] += 1
         return result
 
 
@@ -111,14 +111,14 @@ def _size(*tensors: Any) -> int:
     return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
 
 
-def _everything(result: Any, *args: Any) -> int:
-    """All that an operator is given, and all that it returns, which is also written where it is one of its arguments."""
-    given = [tensor for arg in args for tensor in (arg if isinstance(arg, list | tuple) else [arg])]
-    return _size(*given) + _size(*(result if isinstance(result, list | tuple) else [result]))
+def _all_bytes(result: Any, *args: Any) -> int:
+    """Bytes of all arguments and results of an operator. A result that is also an argument is read and written."""
+    inputs = [tensor for arg in args for tensor in (arg if isinstance(arg, list | tuple) else [arg])]
+    return _size(*inputs) + _size(*(result if isinstance(result, list | tuple) else [result]))
 
 
 def moved_bytes(cell: Cell) -> Mapping[str, Callable[..., int]]:
-    """By operator: the bytes of those that touch a part of what they are given, from their result and arguments."""
+    """For operators that touch a part of their arguments only: the bytes they move, from result and arguments."""
 
     def attention(result: Any, query: Any, keys: Any, values: Any, *_: Any) -> int:
         of_token = _size(keys, values) // (keys.shape[0] * keys.shape[2])
@@ -156,7 +156,7 @@ class _Counted(Uncaptured):
 
 
 def small_model(shape: Shape) -> BaseModel:
-    """On the CPU. Only the checks of its parts look at its numbers, which would take long to draw: simple ones stand there."""
+    """On the CPU. Its numbers are simple, because random ones take long to draw and only the checks of its parts use them."""
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(model_config(shape), dtype=torch.bfloat16)
     module = module.to_empty(device="cpu").eval()
@@ -176,7 +176,7 @@ def _counted(shape: Shape, cells: Sequence[Cell]) -> list[Counter[Operator]]:
     model = small_model(shape)
     model.execution = CudaExecution(model, Uncaptured())
     adapter = model.new_adapter(LoraSpec(RANK), 0)
-    found = []
+    steps = []
     with mock.patch.object(torch.cuda, "_lazy_init", lambda: None), on_a_fake_gpu(model):
         for cell in cells:
             counted = _Counted(cell)
@@ -184,8 +184,8 @@ def _counted(shape: Shape, cells: Sequence[Cell]) -> list[Counter[Operator]]:
             decoder = Decoder(model, cache, counted, cell.context)
             decoder.slots.fit([adapter])
             decoder._capture(cell.batch, True, False, None, False)
-            found.append(counted.operators)
-    return found
+            steps.append(counted.operators)
+    return steps
 
 
 def decode_steps(name: str, cells: Sequence[Cell] = CELLS) -> list[Step]:

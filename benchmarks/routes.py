@@ -55,7 +55,7 @@ class Config:
 
 def differences(folder: Path, home: Path) -> tuple[Logprobs, Logprobs]:
     """Sampled minus trained logprobs of the same tokens, without replay and with it."""
-    found: tuple[list[float], list[float]] = ([], [])
+    collected: tuple[list[float], list[float]] = ([], [])
     with ServiceClient(home=home) as service:
         client = service.create_lora_training_client(str(folder), rank=4, seed=0).result()
         sampler = client.save_weights_and_get_sampling_client(record_stability_info=True).result()
@@ -64,12 +64,12 @@ def differences(folder: Path, home: Path) -> tuple[Logprobs, Logprobs]:
             params = tinker.SamplingParams(max_tokens=NEW_TOKENS, seed=0, stop=[])
             response = sampler.sample(tinker.ModelInput.from_ints(prompt), SAMPLES, params).result()
             data = [sampled_datum(prompt, sequence, 1.0) for sequence in response.sequences]
-            for replay, values in enumerate(found):
+            for replay, values in enumerate(collected):
                 scored = client.forward(data, "importance_sampling", {"route_replay": replay}).result().loss_fn_outputs
                 for datum, output in zip(data, scored, strict=True):
                     sampled, trained = datum.loss_fn_inputs["logprobs"].to_numpy(), output["logprobs"].to_numpy()
                     values.extend((sampled - trained)[length - 1 :].tolist())
-    without, replayed = (np.array(values, dtype=np.float64) for values in found)
+    without, replayed = (np.array(values, dtype=np.float64) for values in collected)
     return without, replayed
 
 
@@ -81,8 +81,8 @@ def rows_of(model_type: str) -> list[list[str]]:
         write_model(model_type, folder / "model", SMALL[model_type])
         for dtype in DTYPES:
             with environment(CommonConfig(dtype=dtype, threads=torch.get_num_threads())):
-                found = differences(folder / "model", folder / dtype)
-            cells = [cell for values in found for cell in (spread(values), f"{values.mean():.0e}")]
+                without_and_with = differences(folder / "model", folder / dtype)
+            cells = [cell for values in without_and_with for cell in (spread(values), f"{values.mean():.0e}")]
             rows.append([model_type, dtype, *cells])
     return rows
 

@@ -83,15 +83,15 @@ def run(config: Config) -> Report:
 
 
 def mixers_share(engine: LocalEngine, sampler: SamplingClient, workload: Workload) -> float:
-    """The part of the CPU time of one round that passes within these layers, their linears included."""
-    within = 0.0
+    """The share of the CPU time of one round that is spent in these layers, including their linears."""
+    mixer_seconds = 0.0
 
     def timed(forward: Callable[..., Any]) -> Callable[..., Any]:
         def run_timed(*args: Any, **kwargs: Any) -> Any:
-            nonlocal within
+            nonlocal mixer_seconds
             began = time.process_time()
             result = forward(*args, **kwargs)
-            within += time.process_time() - began
+            mixer_seconds += time.process_time() - began
             return result
 
         return run_timed
@@ -105,11 +105,11 @@ def mixers_share(engine: LocalEngine, sampler: SamplingClient, workload: Workloa
     total = time.process_time() - began
     for mixer, forward in zip(mixers, plain, strict=True):
         mixer._forward = forward
-    return within / total
+    return mixer_seconds / total
 
 
 def decode_traffic(config: Config, sampler: SamplingClient) -> Table:
-    """How much of the device's memory bandwidth decoding uses: the bytes that it must read, over the time that it took."""
+    """The share of the device's memory bandwidth that decoding uses: the bytes that it must read, over the time it took."""
     title = "Decoding: bytes that must be read (weights and KV cache) per second, as a share of a measured copy"
     columns = ["rows", "seconds", "GB/s", "copy GB/s", "share"]
     if config.device == "cpu":

@@ -1,4 +1,4 @@
-"""A service without a model that takes its time: any number of samples at once, one training pass after the other.
+"""A service without a model that waits for set times: any number of samples at once, one training pass after the other.
 
 Replies are one token, drawn from seed, prompt and weights. Weights are a number, the count of optimizer steps.
 """
@@ -24,7 +24,7 @@ from tinker_cookbook.utils.seeds import derive_seed
 
 VOCABULARY = 8
 LOGPROB = -float(np.log(VOCABULARY))
-"""of every token, for sampler and trainer alike"""
+"""logprob of every token, for sampler and trainer"""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class ScriptedSampler:
     ) -> SampleResponse:
         """The replies, after `seconds`."""
         await asyncio.sleep(self.seconds)
-        seed, asked = sampling_params.seed or 0, str(to_ints(prompt))
-        drawn = [derive_seed(seed, asked, self.weights) % VOCABULARY for _ in range(num_samples)]
+        seed, prompt_text = sampling_params.seed or 0, str(to_ints(prompt))
+        drawn = [derive_seed(seed, prompt_text, self.weights) % VOCABULARY for _ in range(num_samples)]
         logprobs = np.array([LOGPROB], dtype=np.float32)
         sequences = [
             SampledSequence(
@@ -63,7 +63,7 @@ class ScriptedTrainer:
         self.model, self.sample_seconds = model, sample_seconds
         self._seconds_of_a_datum = train_seconds / batch
         self.pass_ends = 0.0
-        """when the last pass that was submitted ends, on the event loop's clock"""
+        """end of the last submitted pass, on the event loop's clock"""
         self.weights = 0
 
     def forward_backward(self, data: Sequence[tinker.Datum], *args: Any, **options: Any) -> Awaitable[Any]:

@@ -1,4 +1,4 @@
-"""What the server costs: the SDK over loopback beside the engine in process, and beside a server that computes nothing.
+"""What the server costs: the SDK over loopback, compared with the engine in process and with a server that computes nothing.
 
 python -m benchmarks.server
 python -m benchmarks.server stub=path/to/stub.py
@@ -27,8 +27,8 @@ from benchmarks.workload import random_tokens
 
 DATUMS, DATUM_TOKENS = 8, 64
 REQUESTS, SAMPLES, SAMPLE_TOKENS = 8, 4, 64
-TOKENS_OF_A_CROWD = 8
-"""What each of many concurrent requests samples."""
+CROWD_TOKENS = 8
+"""tokens that each of the concurrent requests samples"""
 
 
 @chz.chz(typecheck=True)
@@ -42,20 +42,20 @@ class Config(ComparisonConfig):
     )
     steps: int = chz.field(default=100, doc="training steps of a repetition", validator=chz.validators.gt(0))
     ahead: int = chz.field(
-        default=8, doc="training steps submitted before the first of them is waited for", validator=chz.validators.gt(0)
+        default=8, doc="training steps submitted before waiting for the first of them", validator=chz.validators.gt(0)
     )
     sampling_rounds: int = chz.field(
-        default=5, doc="times the sampling workload of a repetition", validator=chz.validators.gt(0)
+        default=5, doc="times that a repetition runs the sampling workload", validator=chz.validators.gt(0)
     )
     pollers: int = chz.field(
         default=200, doc="clients that hold a long poll while nothing happens", validator=chz.validators.gt(0)
     )
     poll_seconds: float = chz.field(
-        default=35.0, doc="how long they hold it; the server answers each after 30 s", validator=chz.validators.gt(0)
+        default=35.0,
+        doc="seconds that they hold it; the server answers each after 30 s",
+        validator=chz.validators.gt(0),
     )
-    crowd: int = chz.field(
-        default=1000, doc="sampling requests that are made at the same time", validator=chz.validators.gt(0)
-    )
+    crowd: int = chz.field(default=1000, doc="sampling requests sent at the same time", validator=chz.validators.gt(0))
 
 
 def run(config: Config) -> Report:
@@ -109,7 +109,7 @@ def _compare_training(report: Report, config: Config, stack: ExitStack, model: P
 
 
 def train(client: Any, data: list[tinker.Datum], steps: int, ahead: int) -> int:
-    """Run the steps, `ahead` of them submitted before the oldest is waited for. Returns the number of tokens."""
+    """Run the steps, with `ahead` of them submitted before waiting for the oldest. Returns the number of tokens."""
     waiting: list[tuple[Any, Any]] = []
     for _ in range(steps):
         forward_backward = client.forward_backward(data, "cross_entropy")
@@ -129,7 +129,7 @@ def _finish_step(forward_backward: Any, optim_step: Any) -> None:
 
 
 def datum(tokens: list[int]) -> tinker.Datum:
-    """Cross-entropy of each token but the first."""
+    """Cross-entropy of each token except the first."""
     inputs = {"target_tokens": np.array(tokens[1:]), "weights": np.ones(len(tokens) - 1, dtype=np.float32)}
     return tinker.Datum(
         model_input=tinker.ModelInput.from_ints(tokens[:-1]),
@@ -154,7 +154,7 @@ def _compare_sampling(report: Report, config: Config, samplers: dict[str, Any]) 
 
 
 def sample(client: Any, vocabulary: int, seed: int) -> int:
-    """Requests with prompts of their own, all submitted before the first is waited for. Returns the number of tokens."""
+    """Requests with different prompts, all submitted before waiting for the first. Returns the number of tokens."""
     params = tinker.SamplingParams(max_tokens=SAMPLE_TOKENS, stop=[], seed=seed)
     futures = [
         client.sample(tinker.ModelInput.from_ints(random_tokens(vocabulary, 32, 1000 * seed + i)), SAMPLES, params)
@@ -174,14 +174,14 @@ def _idle(config: Config, server: ServerProcess, client: Any) -> Table:
         ) as web:
             model_id = client.model_id
             far_ahead = {"model_id": model_id, "seq_id": 10**6, "adam_params": {}}
-            held = (await web.post("/optim_step", json=far_ahead)).json()["request_id"]
+            request_id = (await web.post("/optim_step", json=far_ahead)).json()["request_id"]
             end = time.monotonic() + config.poll_seconds
 
             async def poll() -> None:
                 while (left := end - time.monotonic()) > 0:
                     try:
                         async with asyncio.timeout(left):
-                            await web.post("/retrieve_future", json={"request_id": held})
+                            await web.post("/retrieve_future", json={"request_id": request_id})
                     except TimeoutError:
                         return
 
@@ -197,14 +197,14 @@ def _idle(config: Config, server: ServerProcess, client: Any) -> Table:
 
 
 def _crowd(config: Config, server: ServerProcess, client: Any, model: Path) -> Table:
-    """Many requests at the same time: all end, and how long they wait (`/metrics`)."""
+    """Many requests at the same time: how many end, and how long they wait (`/metrics`)."""
     prompt = tinker.ModelInput.from_ints([3, 4, 5])
     start = time.perf_counter()
     futures = [
-        client.sample(prompt, 1, tinker.SamplingParams(max_tokens=TOKENS_OF_A_CROWD, stop=[], seed=seed))
+        client.sample(prompt, 1, tinker.SamplingParams(max_tokens=CROWD_TOKENS, stop=[], seed=seed))
         for seed in range(config.crowd)
     ]
-    ended = sum(len(future.result().sequences[0].tokens) == TOKENS_OF_A_CROWD for future in futures)
+    ended = sum(len(future.result().sequences[0].tokens) == CROWD_TOKENS for future in futures)
     seconds = time.perf_counter() - start
     name = 'tinker_sampling_wait_seconds{{model="{}",quantile="{}"}}'
     waits = [server.metric(name.format(model, quantile)) for quantile in ("0.5", "0.99")]

@@ -19,13 +19,13 @@ from benchmarks.machine import descendants, process_seconds
 
 KEY = "tml-for-benchmarks"
 FLOOD_KEY = "tml-for-the-flood"
-"""of another tenant of our server"""
+"""key of another tenant of our server"""
 START_SECONDS = 120.0
 END_SECONDS = 30.0
 
 
 class ServerProcess:
-    """A server on a loopback port of its own. Use as a context manager; entering waits until it answers.
+    """A server on a free loopback port. Use as a context manager; entering waits until it answers.
 
     Args:
         command: without the interpreter; `{port}` stands for the port.
@@ -79,14 +79,14 @@ class ServerProcess:
 
     def metric(self, name: str) -> float:
         """A number of the server's `/metrics`, labels included in the name. Raises BenchmarkError when it is not there."""
-        found = re.search(rf"^{re.escape(name)} (\S+)$", self._get("/metrics").decode(), re.MULTILINE)
-        if found is None:
+        match = re.search(rf"^{re.escape(name)} (\S+)$", self._get("/metrics").decode(), re.MULTILINE)
+        if match is None:
             raise BenchmarkError(f"{self._name} has no metric {name}")
-        return float(found[1])
+        return float(match[1])
 
 
 def our_server(model: Path, home: Path, threads: int) -> ServerProcess:
-    """`python -m tinker_local_backend.server` with the limits that it has by default."""
+    """`python -m tinker_local_backend.server` with its default limits."""
     command = ["-m", "tinker_local_backend.server", f"model={model}", "port={port}", f"home={home}"]
     keys = f"benchmarks={KEY} operator,flood={FLOOD_KEY}"
     environment = {"OMP_NUM_THREADS": str(threads), "TINKER_LOCAL_API_KEYS": keys}
@@ -94,9 +94,9 @@ def our_server(model: Path, home: Path, threads: int) -> ServerProcess:
 
 
 def stub_server(script: str, model: Path) -> ServerProcess:
-    """A program that speaks the protocol and computes nothing: `python SCRIPT PORT`, its model named by STUB_MODEL."""
+    """A program that speaks the protocol and computes nothing: `python SCRIPT PORT`. STUB_MODEL names its model."""
     if not Path(script).expanduser().is_file():
-        raise BenchmarkError(f"stub={script!r} is no file; name a script that is started as `python SCRIPT PORT`")
+        raise BenchmarkError(f"stub={script!r} is not a file; name a script that is started as `python SCRIPT PORT`")
     return ServerProcess("the stub", [str(Path(script).expanduser()), "{port}"], {"STUB_MODEL": str(model)})
 
 

@@ -1,9 +1,9 @@
-"""What the shadow of gradient_intuition costs: CPU seconds per reply, beside those of sampling the reply and of training on it.
+"""What the shadow of gradient_intuition costs: CPU seconds per reply, and those of sampling the reply and of training on it.
 
     OMP_NUM_THREADS=1 python -m benchmarks.shadow
     OMP_NUM_THREADS=1 python -m benchmarks.shadow prompt=600 answer=100 group=16
 
-Groups of different answers to one prompt, in turns with groups that are only sampled and trained on. The figures are
+Groups of different answers to one prompt; for each, sampling, training and the shadow are timed in turn. The figures are
 medians over the groups of `time.process_time`, which other programs on the machine do not lengthen.
 """
 
@@ -26,7 +26,7 @@ from tinker_local_backend import ServiceClient
 from tinker_local_backend.shipped import default_model, shipped_model
 
 PROBE = 20
-"""Tokens of a probe; its answer has another four."""
+"""Tokens of a probe, without the four of its answer."""
 
 
 @chz.chz(typecheck=True)
@@ -52,7 +52,7 @@ def measure(config: ShadowConfig, service: ServiceClient) -> dict[str, float]:
     vocabulary = len(main.get_tokenizer())
     probe = answer_datum(random_tokens(vocabulary, PROBE, 1), random_tokens(vocabulary, 4, 2))
     params = tinker.SamplingParams(max_tokens=config.answer, temperature=1.0, seed=0, stop=[])
-    found: dict[str, list[float]] = {"sampled": [], "trained": [], "shadow": []}
+    seconds: dict[str, list[float]] = {"sampled": [], "trained": [], "shadow": []}
     for number in range(config.groups + 1):  # the first group warms up, and saves the state
         prompt = random_tokens(vocabulary, config.prompt, 10 + number)
         answers = [random_tokens(vocabulary, config.answer, 1000 * number + i) for i in range(config.group)]
@@ -65,8 +65,8 @@ def measure(config: ShadowConfig, service: ServiceClient) -> dict[str, float]:
         for name, play in work.items():
             started = time.process_time()
             play()
-            found[name].append((time.process_time() - started) / config.group)
-    return {name: median(seconds[1:]) for name, seconds in found.items()}
+            seconds[name].append((time.process_time() - started) / config.group)
+    return {name: median(values[1:]) for name, values in seconds.items()}
 
 
 def main(config: ShadowConfig) -> None:

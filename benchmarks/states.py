@@ -1,4 +1,4 @@
-"""Layers with a state (delta rule, KDA, Mamba-2, short convolution): what a sequence takes, and how exact logprobs are.
+"""Layers with a state (delta rule, KDA, Mamba-2, short convolution): memory of a sequence, and how exact logprobs are.
 
     python -m benchmarks.states
 
@@ -36,7 +36,7 @@ _KIMI_LINEAR: dict[str, Any] = {
     "model_type": "kimi_linear",
     "layer_types": [*(["linear_attention"] * 3 + ["full_attention"]) * 6, *["linear_attention"] * 2, "full_attention"],
 }
-"""Otherwise transformers' defaults, which are those of this model."""
+"""All other fields have transformers' defaults, which are those of this model."""
 _LFM2: dict[str, Any] = {
     "model_type": "lfm2",
     "hidden_size": 2048,
@@ -57,7 +57,7 @@ RELEASED: dict[str, dict[str, Any]] = {
     "LiquidAI/LFM2-1.2B": _LFM2,
 }
 
-_USUAL = {
+_COMMON_FIELDS = {
     "vocab_size": VOCABULARY,
     "eos_token_id": 1513,
     "pad_token_id": 1511,
@@ -102,7 +102,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "mlp_layer_types": ["dense"] * 4,
     },
 }
-"""Random models by model type; the first has no state, and shows what the others add."""
+"""Random models by model type; the first has no state, for comparison with the others."""
 
 DTYPES = ("float32", "bfloat16")
 SAMPLES, NEW_TOKENS = 4, 64
@@ -120,14 +120,14 @@ class Config:
 
 
 def state_bytes(config: PreTrainedConfig) -> int:
-    """Of a sequence, with weights in bfloat16."""
+    """Bytes of a sequence's state, with weights in bfloat16."""
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     return backends.state_bytes(model, config)
 
 
 def kv_bytes(config: Any) -> int:
-    """Of a token, in bfloat16; latent attention is cached expanded."""
+    """Bytes of a token's keys and values in bfloat16; latent attention is cached expanded."""
     layers = list(getattr(config, "layers_block_type", None) or config.layer_types).count("full_attention")
     if getattr(config, "kv_lora_rank", None):
         return (
@@ -141,7 +141,7 @@ def kv_bytes(config: Any) -> int:
 
 
 def cost_table() -> list[list[str]]:
-    """What a sequence of each released model takes."""
+    """Memory that a sequence of each released model needs."""
     rows = [
         ["model", "state of a sequence", "KV cache of a token", "as much as tokens", "at once in 2 GiB", "in 32 GiB"]
     ]
@@ -155,16 +155,16 @@ def cost_table() -> list[list[str]]:
 
 
 def write_model(model_type: str, folder: Path, changed: Mapping[str, Any]) -> Any:
-    """A random model whose next token has an entropy like a trained one's; `changed`: fields of its config that are not the usual
-    ones. Returns it in float64.
+    """A random model whose next token has an entropy like a trained one's; `changed`: fields of its config that differ from the
+    common ones. Returns it in float64.
 
-    Its weights are numbers that bfloat16 has too, so what is compared differs in arithmetic only.
+    bfloat16 represents its weights exactly, so what is compared differs in arithmetic only.
     """
-    fields = {**_USUAL, **changed}
-    given = {key: value for key, value in fields.items() if value is not None or key == "bos_token_id"}
+    fields = {**_COMMON_FIELDS, **changed}
+    fields = {key: value for key, value in fields.items() if value is not None or key == "bos_token_id"}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **given), dtype=torch.float32)
+        model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **fields), dtype=torch.float32)
         tokens = torch.tensor([random_tokens(VOCABULARY, PROBED_TOKENS, 0)])
         model.get_output_embeddings().weight.mul_(sharpness(model.eval()(tokens, use_cache=False).logits[0]))
         for parameter in model.parameters():
@@ -175,8 +175,8 @@ def write_model(model_type: str, folder: Path, changed: Mapping[str, Any]) -> An
 
 
 def logprobs_of_samples(folder: Path, home: Path, plain: Any) -> tuple[Logprobs, Logprobs, Logprobs]:
-    """Of the same sampled tokens: the sampler's, the trainer's, and those of plain transformers."""
-    found: tuple[list[float], list[float], list[float]] = ([], [], [])
+    """Logprobs of the same sampled tokens: the sampler's, the trainer's, and those of plain transformers."""
+    collected: tuple[list[float], list[float], list[float]] = ([], [], [])
     with ServiceClient(home=home) as service:
         trainer = service.create_lora_training_client(str(folder), rank=4, seed=0).result()
         sampler = service.create_sampling_client(base_model=str(folder)).result()
@@ -188,10 +188,10 @@ def logprobs_of_samples(folder: Path, home: Path, plain: Any) -> tuple[Logprobs,
             scored = trainer.forward(data, "cross_entropy").result().loss_fn_outputs
             for sequence, output in zip(response.sequences, scored, strict=True):
                 assert sequence.logprobs is not None
-                found[0].extend(sequence.logprobs)
-                found[1].extend(output["logprobs"].to_numpy()[length - 1 :].tolist())
-                found[2].extend(_plain_logprobs(plain, [*prompt, *sequence.tokens])[length - 1 :])
-    sampled, trained, exact = (np.array(values, dtype=np.float64) for values in found)
+                collected[0].extend(sequence.logprobs)
+                collected[1].extend(output["logprobs"].to_numpy()[length - 1 :].tolist())
+                collected[2].extend(_plain_logprobs(plain, [*prompt, *sequence.tokens])[length - 1 :])
+    sampled, trained, exact = (np.array(values, dtype=np.float64) for values in collected)
     return sampled, trained, exact
 
 

@@ -1,9 +1,9 @@
-"""Writes the results section of benchmarks/README.md anew from the JSON files in benchmarks/results.
+"""Rewrites the results section of benchmarks/README.md from the JSON files in benchmarks/results.
 
 python -m benchmarks.tables
 
-Where a folder benchmarks/results/earlier/DATE has a file of the same name, a first part sets them beside each other. Move a
-result there before it is measured again.
+Where a folder benchmarks/results/earlier/DATE has a file of the same name, a first part compares the two. Move a result there
+before measuring it again.
 """
 
 import json
@@ -42,7 +42,7 @@ def render(results: Path) -> str:
 
 
 def _read(folder: Path) -> dict[str, Report]:
-    """The folder's reports by file name. Other commands keep files there that are no reports."""
+    """The folder's reports by file name. Other commands keep files there that are not reports."""
     paths = [path for path in sorted(folder.glob("*.json")) if "tables" in json.loads(path.read_text())]
     return {path.name: Report.read(path) for path in paths}
 
@@ -58,9 +58,9 @@ def _beside_earlier(results: Path, reports: dict[str, Report]) -> list[str]:
 
 
 def replace_section(text: str, section: str) -> str:
-    """The text with the part between the marker lines replaced. Raises BenchmarkError when they are not there, once each."""
+    """The text with the part between the marker lines replaced. Raises BenchmarkError unless each is there exactly once."""
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise BenchmarkError(f"readme: it must hold the lines {BEGIN!r} and {END!r} once each, in this order")
+        raise BenchmarkError(f"readme: it must have the lines {BEGIN!r} and {END!r} once each, in this order")
     before, after = text.split(BEGIN)[0], text.split(END)[1]
     return f"{before}{BEGIN}\n\n{section}\n{END}{after}"
 

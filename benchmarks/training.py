@@ -1,6 +1,6 @@
 """Training speed: forward, backward and one AdamW step on 64 ragged sequences, loss on the completions.
 
-Besides, what a custom loss costs over the engine's: importance_sampling as a Python function.
+Also the cost of a custom loss compared with the engine's: importance_sampling as a Python function.
 
 python -m benchmarks.training shape=small
 """
@@ -31,7 +31,7 @@ PEERS = {
     "trl": Peer(trl.build_sft, needs("trl", "peft")),
     "torch-peft": Peer(plain_torch.build, needs("peft")),
 }
-BUILT_IN_LOSS, OWN_LOSS = "the engine's loss", "a function"
+BUILT_IN_LOSS, CUSTOM_LOSS = "the engine's loss", "a function"
 SHARED, DISTINCT = "ours, 8 prompts", "ours, 64 prompts"
 
 
@@ -57,7 +57,7 @@ def run(config: Config) -> Report:
         title = f"Training step on {workload.rows} sequences: tokens of prompts and completions per second"
         report.add_comparison(title, [*results, *missing], per_token=True)
         report.tables.append(_utilization(config, workload, results))
-        losses = measure([_policy_loss(engine, workload, own) for own in (False, True)], config)
+        losses = measure([_policy_loss(engine, workload, custom) for custom in (False, True)], config)
         title = "The same step with importance_sampling: tokens of prompts and completions per second"
         report.add_comparison(title, losses, per_token=True)
     return report
@@ -75,20 +75,20 @@ def _ours(engine: LocalEngine, name: str, workload: Workload, shared_prompts: bo
     return Contender(name, run_once, is_ours=True)
 
 
-def _policy_loss(engine: LocalEngine, workload: Workload, own: bool) -> Contender:
-    """A step on samples of the engine, whose loss is the engine's or a function of one's own."""
+def _policy_loss(engine: LocalEngine, workload: Workload, custom: bool) -> Contender:
+    """A step on samples of the engine, with the engine's loss or a custom function."""
     data, _ = policy_data(workload, sample_workload(engine.adapter_sampler(), workload, round_number=0))
     tokens = sum(datum.model_input.length for datum in data)
 
     def run_once(round_number: int) -> int:
-        policy_step(engine.training, data, own)
+        policy_step(engine.training, data, custom)
         return tokens
 
-    return Contender(OWN_LOSS if own else BUILT_IN_LOSS, run_once, is_ours=True)
+    return Contender(CUSTOM_LOSS if custom else BUILT_IN_LOSS, run_once, is_ours=True)
 
 
 def _utilization(config: Config, workload: Workload, results: list[Measurement]) -> Table:
-    """The operations that the work needs, over the time that it took, as a share of a large matrix product's rate."""
+    """The operations that the work needs, over the time it took, as a share of a large matrix product's rate."""
     peak = rates.matmul_rate(config.device, config.dtype)
     needed = rates.training_flops(SHAPES[config.shape], config.rank, training_sequences(workload))
     rows = []

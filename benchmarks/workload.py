@@ -1,8 +1,8 @@
-"""The work that every contender gets: ragged prompts, groups of samples, completions that end at random.
+"""The work of every contender: ragged prompts, groups of samples, completions that end at random.
 
-A completion ends at the first of a set of stop tokens that holds 1/80 of the vocabulary: the end-of-sequence token, which some
-peers insist on, and random others. A random-weight model is
-nearly uniform over its vocabulary, so lengths are geometric with mean 80, cut off at `MAX_NEW_TOKENS`.
+A completion ends at the first of a set of stop tokens, 1/80 of the vocabulary: the end-of-sequence token, which some peers
+require, and random others. A random-weight model is nearly uniform over its vocabulary, so lengths are geometric with mean
+80, cut off at `MAX_NEW_TOKENS`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PAIRS = 32
 
 @dataclass(frozen=True)
 class Workload:
-    """What is sampled: `prompts_P` with `GROUP_SIZE` samples each, until one of `stops` or `max_new_tokens`."""
+    """Sampling work: `prompts_P` with `GROUP_SIZE` samples each, until one of `stops` or `max_new_tokens`."""
 
     prompts_P: list[list[int]]
     stops: list[int]
@@ -35,7 +35,7 @@ class Workload:
         return len(self.prompts_P) * self.group_size
 
     def in_round(self, number: int) -> Workload:
-        """The same with other prompts of the same lengths, so that nobody's prefix cache knows them from the round before."""
+        """The same with other prompts of the same lengths, so that no prefix cache has them from the round before."""
         rng = random.Random(number)
         ordinary = _ordinary(self.vocab, self.stops)
         return replace(self, prompts_P=[[rng.choice(ordinary) for _ in prompt] for prompt in self.prompts_P])
@@ -63,7 +63,7 @@ class PreferencePair:
 
 
 def make_workload(vocab: int, max_new_tokens: int = MAX_NEW_TOKENS, seed: int = 0) -> Workload:
-    """The same prompts and stop tokens for the same vocabulary and seed. Prompts hold no stop token."""
+    """The same prompts and stop tokens for the same vocabulary and seed. Prompts have no stop token."""
     rng = random.Random(seed)
     count = max(1, round(vocab * STOP_PROBABILITY))
     stops = [EOS_ID, *sorted(rng.sample(range(FIRST_WORD_ID, vocab), count - 1))]

@@ -83,6 +83,6 @@ def test_one_that_does_not_fit_is_an_error_of_the_adapter(tmp_path: Path) -> Non
     folder = str(
         write(tmp_path / "hosted", {**hosted("gpt_oss"), f"{PREFIX}mlp.gate.lora_A.weight": torch.ones(3, 32)})
     )
-    with pytest.raises(WeightsAdapterError, match=r"mlp\.gate, which is no linear or experts"):
+    with pytest.raises(WeightsAdapterError, match=r"mlp\.gate, which is neither a linear nor experts"):
         weights.build_lora_adapter(base_model=other, adapter_path=folder, output_path=str(tmp_path / "adapter"))
     assert not (tmp_path / "adapter").exists()

@@ -37,18 +37,18 @@ class Config:
 
     file: str = chz.field(doc="the tar file to write, or with restore=true to read")
     home: str | None = chz.field(default=None, doc="where checkpoints live; default: TINKER_LOCAL_HOME")
-    restore: bool = chz.field(default=False, doc="make the home of the file, instead of the file of the home")
+    restore: bool = chz.field(default=False, doc="restore the home from the file instead of backing it up")
 
 
 def back_up(home: Path, file: Path) -> int:
     """Write the file, whole or not at all. Returns how many checkpoints it has.
 
     Raises:
-        RequestError: there is no home.
+        RequestError: the home does not exist.
         CheckpointWriteError: a write failed.
     """
     if not home.is_dir():
-        raise RequestError(f"home={str(home)!r} is not there; give the home of a server, or set TINKER_LOCAL_HOME")
+        raise RequestError(f"home={str(home)!r} does not exist; give the home of a server, or set TINKER_LOCAL_HOME")
     count = 0
     with writing(f"the backup {file}"), staging_file(file) as staging, tarfile.open(staging, "w") as tar:
         for tenant in _homes(home):
@@ -60,17 +60,17 @@ def back_up(home: Path, file: Path) -> int:
 
 
 def restore(file: Path, home: Path) -> int:
-    """Write the home, whole or not at all. Returns how many checkpoints it has.
+    """Restore the home, whole or not at all. Returns how many checkpoints it has.
 
     Raises:
-        RequestError: the home is not empty, or the file is no backup.
+        RequestError: the home is not empty, or the file is not a backup.
         CheckpointError: a checkpoint's files differ from those that were saved.
         CheckpointWriteError: a write failed.
     """
     if home.exists() and (not home.is_dir() or any(entry.name != LOCK_FILE for entry in home.iterdir())):
         raise RequestError(f"home={str(home)!r} is not empty; restore into another folder, or move that one away first")
     try:
-        tar = tarfile.open(file)  # noqa: SIM115  (closed below, where errors are those of the home)
+        tar = tarfile.open(file)  # noqa: SIM115  (closed below; errors there are about the home)
     except (OSError, tarfile.TarError) as error:
         raise RequestError(f"file={str(file)!r} cannot be read: {error}") from None
     with tar, writing(f"home {home}"), staging_folder(home) as staging:
@@ -115,7 +115,7 @@ def _add_checkpoint(tar: tarfile.TarFile, home: Path, folder: Path) -> bool:
         recover(folder)
         with ExitStack() as opened:
             try:
-                # Open the files through the folder's descriptor: they are of one checkpoint even if another takes its name.
+                # Open the files through the folder's descriptor: they belong to one checkpoint even if another takes its name.
                 inside = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
                 opened.callback(os.close, inside)
                 names = sorted(name for name in os.listdir(inside) if not name.startswith("."))

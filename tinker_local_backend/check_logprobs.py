@@ -70,7 +70,7 @@ class Config:
         doc="model directory, hub id or shipped model; default: TINKER_DEBATE_BASE_MODEL, else tiny_chat",
     )
     prompt: str | None = chz.field(default=None, doc="the prompt, as plain text; default: several of different lengths")
-    max_tokens: int = chz.field(default=32, doc="tokens of every completion", validator=chz.validators.gt(0))
+    max_tokens: int = chz.field(default=32, doc="tokens per completion", validator=chz.validators.gt(0))
     num_samples: int = chz.field(default=4, doc="completions per prompt", validator=chz.validators.gt(0))
     temperatures: list[float] = chz.field(default_factory=lambda: [1.0, 0.7, 1.5, 0.0], doc="sampling temperatures")
     top_k: int = chz.field(default=-1, doc="sample from the k likeliest tokens only; -1: from all")
@@ -195,9 +195,9 @@ def main(config: Config) -> None:
         tolerance = Tolerance(float("inf"), float("inf"), config.tolerance)
     limits = f"mean {tolerance.mean:g}, p99.9 {tolerance.p999:g}, largest {tolerance.largest:g}"
     print(f"max_abs_diff={measure(differences).largest:.3e}  accepted ({str(dtype).removeprefix('torch.')}): {limits}")
-    if beyond := violations(differences, tolerance):
+    if exceeded := violations(differences, tolerance):
         print(
-            f"FAILED: sampler and trainer disagree ({'; '.join(beyond)}); do not trust probability ratios of this setup",
+            f"FAILED: sampler and trainer disagree ({'; '.join(exceeded)}); do not trust probability ratios of this setup",
             file=sys.stderr,
         )
         raise SystemExit(1)

@@ -1,4 +1,4 @@
-"""The start of commands outside the library's `run_recipe`: check the environment, parse the keys, print errors as one line."""
+"""Start-up of commands without the library's `run_recipe`: check the environment, parse keys, print errors as one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Constraints on what is sampled, which the SDK has no name for, and a sample under one."""
+"""Constraints on sampled text, which the SDK does not have: a JSON schema, a regex, choices or a grammar."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from tinker_local_backend.errors import RequestError
 
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-"""llguidance's options for JSON: a model that may write any amount of white space sometimes writes nothing else."""
+"""llguidance's options for JSON: if white space is unlimited, some models write nothing else."""
 
 MAX_CHARACTERS = 1_000_000
 """Limit on the JSON of a constraint."""
@@ -19,7 +19,7 @@ MAX_CHARACTERS = 1_000_000
 
 @dataclass(frozen=True)
 class Constraint:
-    """The set of texts that a sample may be: exactly one of the four is given. Nothing that is passed in is kept by reference.
+    """The set of texts that a sample may be; give exactly one of the four. Arguments are copied.
 
     Args:
         json_schema: JSON that is valid under this schema, on one line, with at most one space after a comma or a colon. A key
@@ -29,8 +29,8 @@ class Constraint:
         grammar: a text of this Lark grammar, in the dialect of llguidance.
 
     Raises:
-        RequestError: none or several are given, or one is of the wrong type. What llguidance cannot compile is refused when
-            it is sampled with.
+        RequestError: none or several are given, or one has the wrong type. A constraint that llguidance cannot compile is
+            refused by the sampling call.
     """
 
     json_schema: Mapping[str, Any] | None = None
@@ -61,7 +61,9 @@ class Constraint:
             raise RequestError(f"constraint {name} is {value!r:.80}; it must be a text that is not empty")
         object.__setattr__(self, name, value)
         if (length := len(self.key)) > MAX_CHARACTERS:
-            raise RequestError(f"constraint {name} has {length} characters as JSON; at most {MAX_CHARACTERS} are taken")
+            raise RequestError(
+                f"constraint {name} has {length} characters as JSON; at most {MAX_CHARACTERS} are allowed"
+            )
 
     def __hash__(self) -> int:
         return hash(self.key)
@@ -90,7 +92,7 @@ def _json_copy(schema: Mapping[str, Any]) -> Any:
 
 
 def from_json(value: Any) -> Constraint | None:
-    """The inverse of `Constraint.as_json`; None stays None. Raises RequestError naming what is wrong."""
+    """The inverse of `Constraint.as_json`; None stays None. Raises RequestError for anything else."""
     if value is None:
         return None
     known = {field.name for field in fields(Constraint)}

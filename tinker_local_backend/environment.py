@@ -40,7 +40,7 @@ TEST_PREFIX = "TINKER_TEST_"
 
 @dataclass(frozen=True)
 class Variable:
-    """`parse` converts the text to a value. Its ValueError says what is wrong ("must be ...")."""
+    """`parse` converts the text to a value. The message of its ValueError completes the variable's name ("must be ...")."""
 
     meaning: str
     parse: Callable[[str], Any] = str
@@ -254,11 +254,11 @@ def check_environment() -> None:
     _check_quantization()
     if read("TINKER_LOCAL_BACKEND") == "unsloth":
         _warn("TINKER_LOCAL_BACKEND=unsloth is not supported and has no effect: models are those of transformers")
-    _warn_of_an_idle_gpu()
+    _warn_of_unused_gpu()
 
 
 def _check_quantization() -> None:
-    """Raise RequestError for a quantization that cannot be carried out together with another setting."""
+    """Raise RequestError for a quantization that conflicts with another setting."""
     made = read("TINKER_LOCAL_QUANTIZATION")
     if made in (None, "none"):
         return
@@ -313,7 +313,7 @@ def _warn(message: str) -> None:
     logger.warning("%s", message)
 
 
-def _warn_of_an_idle_gpu() -> None:
+def _warn_of_unused_gpu() -> None:
     import torch
 
     has_gpu = Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
@@ -323,7 +323,9 @@ def _warn_of_an_idle_gpu() -> None:
         fix = f"torch {torch.__version__} is built for CPUs only; install a CUDA build (see docs/gpu.md)"
     else:
         fix = f"torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use it; update the driver or install another build"
-    _warn(f"this machine has an NVIDIA GPU, but the engine runs on the CPU: {fix}. TINKER_LOCAL_DEVICE=cpu means it")
+    _warn(
+        f"this machine has an NVIDIA GPU, but the engine runs on the CPU: {fix}. TINKER_LOCAL_DEVICE=cpu silences this"
+    )
 
 
 def default_device() -> torch.device:
@@ -341,7 +343,7 @@ def default_device() -> torch.device:
         why = f"asks for CUDA, but torch {torch.__version__} {built}; unset it, or set it to cpu"
         raise RequestError(f"TINKER_LOCAL_DEVICE={asked!r} {why}")
     if (device.index or 0) >= count:
-        why = f"asks for a device that is not there; there are {count}, from cuda:0"
+        why = f"asks for a device that does not exist; there are {count}, from cuda:0"
         raise RequestError(f"TINKER_LOCAL_DEVICE={asked!r} {why}")
     if device.index is not None or "TORCHELASTIC_RUN_ID" not in os.environ:  # pyright: ignore[reportUnnecessaryComparison]
         return device

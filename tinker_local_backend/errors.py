@@ -23,24 +23,24 @@ class LocalBackendError(Exception):
     """
 
     exit_code = 2
-    """of a command that it ends"""
+    """exit code of a command that this error ends"""
     status_code = 400
-    """the HTTP status of the server's answer"""
+    """HTTP status of the server's response"""
     sdk_class = "TinkerError"
-    """the SDK's error of the same meaning: its name in `tinker`"""
+    """name in `tinker` of the SDK's error with the same meaning"""
 
-    if not TYPE_CHECKING:  # for a type checker the class is the one that is called
+    if not TYPE_CHECKING:  # for a type checker an error has the class that was called
 
         def __new__(cls, *args, **kwargs):
             cls = _with_sdk_class(cls)
             return OSError.__new__(cls, *args) if issubclass(cls, OSError) else Exception.__new__(cls)
 
     def __init__(self, *args: object, remote: str | None = None):
-        Exception.__init__(self, *args)  # the SDK's classes want a response
+        Exception.__init__(self, *args)  # the SDK's classes would require a response
         self._remote = remote
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restore, (_own_class(type(self)), self.args, self.__dict__)
+        return _restore, (_importable_class(type(self)), self.args, self.__dict__)
 
     @property
     def message(self) -> str:
@@ -48,12 +48,12 @@ class LocalBackendError(Exception):
 
     @property
     def body(self) -> dict[str, str]:
-        """The JSON body of the server's answer."""
+        """The JSON body of the server's response."""
         return {"detail": str(self)}
 
     @property
     def response(self) -> httpx.Response:
-        """The answer that a server would have given."""
+        """The response that a server would have given."""
         import httpx
 
         return httpx.Response(self.status_code, json=self.body, request=httpx.Request("POST", "local://engine"))
@@ -81,7 +81,7 @@ class NotFoundError(RequestError):
 
 
 class ConflictError(RequestError):
-    """A request asks for what is already so."""
+    """A request asks for a state that already holds."""
 
     status_code = 409
     sdk_class = "ConflictError"
@@ -90,7 +90,7 @@ class ConflictError(RequestError):
 class NonFiniteError(RequestError):
     """A loss or a gradient is NaN or infinite. It was dropped, and no weight was changed.
 
-    `datums` are the indices of the call's data that caused it; empty if no single datum did.
+    `datums` are the indices of the data in the call that caused it; empty if no single datum did.
     """
 
     def __init__(self, message: str, datums: Sequence[int] = ()):
@@ -128,7 +128,7 @@ _SDK_CLASSES: dict[type[LocalBackendError], type[LocalBackendError]] = {}
 
 
 def _with_sdk_class(cls: type[LocalBackendError]) -> type[LocalBackendError]:
-    """The class of a new error: where the SDK is loaded, a subclass that is also the SDK's."""
+    """The class of a new error: if the SDK is loaded, a subclass that also inherits from the SDK's class."""
     sdk_class = getattr(sys.modules.get("tinker"), cls.sdk_class, None)
     if sdk_class is None or issubclass(cls, sdk_class):
         return cls
@@ -138,9 +138,9 @@ def _with_sdk_class(cls: type[LocalBackendError]) -> type[LocalBackendError]:
     return _SDK_CLASSES[cls]
 
 
-def _own_class(cls: type[LocalBackendError]) -> type[LocalBackendError]:
-    """The importable class, for pickling."""
-    return next((own for own, with_sdk in _SDK_CLASSES.items() if with_sdk is cls), cls)
+def _importable_class(cls: type[LocalBackendError]) -> type[LocalBackendError]:
+    """The class without the SDK's, for pickling."""
+    return next((plain for plain, with_sdk in _SDK_CLASSES.items() if with_sdk is cls), cls)
 
 
 def _restore(cls: type[LocalBackendError], args: tuple[object, ...], state: dict[str, object]) -> LocalBackendError:

@@ -28,10 +28,10 @@ class EngineFuture(tinker.APIFuture[T], Generic[T]):
 
     Args:
         future: the result.
-        waiting: makes the context of a blocking wait, in which the engine makes sure that the wait can end.
-        cancellable: (sampling) a task that stops awaiting, by a timeout or a cancellation, also cancels the request;
-            `result(timeout)` does not. Training operations are never cancelled so: later ones were submitted on the
-            assumption that they run.
+        waiting: context manager around a blocking wait, in which the engine makes sure that the wait can end.
+        cancellable: (sampling) a timeout or a cancellation while awaiting also cancels the request; `result(timeout)` does
+            not. Training operations are never cancelled like this, because later ones were submitted on the assumption
+            that they run.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ def completed(function: Callable[[], T]) -> EngineFuture[T]:
 
 
 def at_once(method: Callable[P, T]) -> Callable[P, EngineFuture[T]]:
-    """Let a method run when it is called, and return a future of its result. The call raises RequestErrors, and no others."""
+    """Run a method during the call, and return its result or error as a future. The call itself raises only RequestErrors."""
 
     def call(*args: P.args, **kwargs: P.kwargs) -> EngineFuture[T]:
         future = completed(lambda: method(*args, **kwargs))
@@ -92,11 +92,11 @@ def at_once(method: Callable[P, T]) -> Callable[P, EngineFuture[T]]:
             raise error
         return future
 
-    return _described(call, method, f"EngineFuture[{method.__annotations__['return']}]")
+    return _with_metadata(call, method, f"EngineFuture[{method.__annotations__['return']}]")
 
 
 def on_a_thread(function: Callable[[], T], name: str) -> EngineFuture[T]:
-    """Run a function on a new thread, which the program joins at its end. Returns a future."""
+    """Run a function on a new thread, which Python joins at exit. Returns a future."""
     future: Future[T] = Future()
     threading.Thread(target=resolve, args=(future, function), name=name).start()
     return EngineFuture(future)
@@ -133,13 +133,13 @@ def awaited(method: Callable[Concatenate[C, P], Awaitable[T]]) -> Callable[Conca
 
 
 def _named_async(twin: Any, method: Callable, call: str, returns: str) -> Any:
-    _described(twin, method, returns)
+    _with_metadata(twin, method, returns)
     twin.__name__, twin.__qualname__ = f"{method.__name__}_async", f"{method.__qualname__}_async"
     twin.__doc__ = f"{call}, under its older name."
     return twin
 
 
-def _described(function: Any, method: Callable, returns: str) -> Any:
+def _with_metadata(function: Any, method: Callable, returns: str) -> Any:
     """Give the function the method's name, docstring and signature, as `inspect` shows them, with another return type."""
     update_wrapper(function, method)
     function.__annotations__ = {**method.__annotations__, "return": returns}

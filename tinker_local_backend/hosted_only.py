@@ -1,4 +1,4 @@
-"""Methods and arguments of the SDK that have no meaning on a local engine: refused by name, never ignored."""
+"""Methods and arguments of the SDK that a local engine does not have: refused by name, never ignored."""
 
 # pyright: strict
 
@@ -24,8 +24,8 @@ REST_CALLS = {
 
 
 def refused_method(owner: str, name: str) -> Callable[..., NoReturn]:
-    """What stands for a method that only the hosted service has: a call raises RequestError. Raises AttributeError for other
-    names.
+    """A stand-in for a method that only the hosted service has: calling it raises RequestError. Raises AttributeError for
+    other names.
     """
     base = name.removesuffix("_async")
     if base not in REST_CALLS:
@@ -44,7 +44,7 @@ class AdminClient:
         log_without_effect(base_url=base_url, api_key=api_key)
 
     def get_telemetry(self) -> None:
-        """None: nothing is reported to anybody."""
+        """None: this engine sends no telemetry."""
 
     def __getattr__(self, name: str) -> Callable[..., NoReturn]:
         return refused_method("AdminClient", name)

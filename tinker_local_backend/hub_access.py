@@ -1,4 +1,4 @@
-"""Check once whether the Hugging Face hub answers: without a network its client tries each of many files for half a minute."""
+"""Check once whether the Hugging Face hub answers: without a network its client retries each of many files for half a minute."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def try_hub_once() -> None:
 
 
 def _failure(address: str) -> str | None:
-    """Why the hub does not answer; None: it does."""
+    """Why the hub does not answer; None if it does."""
     from huggingface_hub import get_session
 
     session: Any = get_session()

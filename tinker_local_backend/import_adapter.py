@@ -1,9 +1,9 @@
-"""Take an adapter from elsewhere into the home, to sample from it and to train it further: a hosted one, or PEFT's.
+"""Import an adapter from the hosted service or from PEFT into the home, to sample from it and to train it further.
 
     python -m tinker_local_backend.import_adapter adapter=FOLDER base_model=Qwen/Qwen3-30B-A3B
 
-FOLDER holds adapter_config.json and adapter_model.safetensors, as a downloaded archive does. The adapter must cover what those
-of the engine cover: all linears of attention, of MLPs or the head, and the routed experts of every layer or of none.
+FOLDER holds adapter_config.json and adapter_model.safetensors, as a downloaded archive does. The adapter must cover the same
+modules as the engine's adapters: all linears of attention, of MLPs or the head, and the routed experts of every layer or of none.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Config:
 
     adapter: str = chz.field(doc="folder with adapter_config.json and adapter_model.safetensors")
     base_model: str = chz.field(doc="directory or hub id of the model that the adapter was trained on")
-    name: str = chz.field(default="imported", doc="of the checkpoints")
+    name: str = chz.field(default="imported", doc="name of the checkpoints")
 
 
 def import_adapter(
@@ -39,28 +39,30 @@ def import_adapter(
     """Save the adapter as a new run of `home`; returns the paths to train from (without an optimizer) and to sample from.
 
     Raises:
-        CheckpointError: it is missing or damaged, does not fit the model, or covers a part of what the engine's adapters do.
+        CheckpointError: it is missing or damaged, does not fit the model, or covers only some modules of the engine's adapters.
         ModelLoadError: no such model.
     """
     folder, home = Path(adapter).expanduser(), home or local_home()
     check_name(name, "checkpoint name")
     check_model_name(base_model)
     check_writable(home)
-    found = read_adapter(folder, base_model)
+    source = read_adapter(folder, base_model)
     model = load_model(base_model)
-    parts = {model.linears[key].part for key in found.a if key in model.linears} | ({"mlp"} if found.experts else set())
+    parts = {model.linears[key].part for key in source.a if key in model.linears} | (
+        {"mlp"} if source.experts else set()
+    )
     flags = {f"train_{part}": part in parts for part in ("attn", "mlp", "unembed")}
-    target = model.targets.new_adapter(replace(found.spec, **flags), 0, torch.device("cpu"))
-    for table, ours in ((found.a, target.a), (found.b, target.b)):
+    target = model.targets.new_adapter(replace(source.spec, **flags), 0, torch.device("cpu"))
+    for table, ours in ((source.a, target.a), (source.b, target.b)):
         ours_shapes, shapes = ({key: tuple(t.shape) for key, t in one.items()} for one in (ours, table))
         if ours_shapes != shapes:
             key = min(key for key in ours.keys() | table.keys() if ours_shapes.get(key) != shapes.get(key))
             raise CheckpointError(
                 f"the adapter in {folder} cannot be trained further here: {key} has the shape {shapes.get(key)}, in an adapter "
-                f"of the engine {ours_shapes.get(key)} (None: there is none); `python -m tinker_local_backend.merge` takes it"
+                f"of the engine {ours_shapes.get(key)} (None: no such matrix); `python -m tinker_local_backend.merge` accepts it"
             )
     with torch.no_grad():
-        for table, ours in ((found.a, target.a), (found.b, target.b)):
+        for table, ours in ((source.a, target.a), (source.b, target.b)):
             for key, matrix in ours.items():
                 matrix.copy_(table[key])
     run_id = f"imported-{uuid.uuid4().hex[:12]}"

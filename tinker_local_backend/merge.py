@@ -3,11 +3,10 @@
     python -m tinker_local_backend.merge checkpoint=tinker://<run_id>/sampler_weights/final output=merged
 
 PEFT adds scale * B @ A to each adapted weight in float32; the sum is rounded once, to the dtype in which it is saved. A tied head
-with an adapter is untied from the embedding, because the adapter changes logits and not the embedding of inputs.
-Base weights in fewer bits are dequantised: the adapter was trained on them, so what is written is the model that was trained,
-with plain weights. Before the directory gets its name it is loaded again and compared with the unmerged model on random tokens; a
-difference that rounding does not explain is an error, and nothing is written. Runs on the CPU and needs memory for the model in
-float32.
+with an adapter is untied from the embedding, because the adapter changes logits and not the input embedding.
+Quantised base weights are dequantised: the adapter was trained on them, so the result is the trained model with plain weights.
+Before the directory gets its name it is loaded again and compared with the unmerged model on random tokens; a difference beyond
+rounding is an error, and nothing is written. Runs on the CPU and needs memory for the model in float32.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
-"""Largest relative difference of the logits (of norms) that counts as rounding, by the dtype of the saved weights."""
+"""Largest accepted ||difference|| / ||logits|| from rounding, by the dtype of the saved weights."""
 
 PROBE_TOKENS = 32
 
@@ -61,13 +60,13 @@ class Config:
 
     checkpoint: str = chz.field(doc="tinker:// path under TINKER_LOCAL_HOME, or a directory with a PEFT LoRA adapter")
     output: str = chz.field(doc="directory to write the full model to")
-    base_model: str | None = chz.field(default=None, doc="directory or hub id; default: the one that the adapter names")
+    base_model: str | None = chz.field(default=None, doc="directory or hub id; default: the adapter's")
     dtype: str | None = chz.field(default=None, doc="float32, bfloat16 or float16; default: that of the base model")
     overwrite: bool = chz.field(default=False, doc="replace an output directory that holds a model")
 
 
 class MergeCheckError(LocalBackendError):
-    """The merged model computes something else than the unmerged one."""
+    """The merged model's logits differ from the unmerged one's."""
 
     exit_code = 1
 
@@ -83,7 +82,7 @@ class MergeResult:
     max_abs_effect: float
     """largest difference of logits that the adapter makes to the base model, to compare max_abs_diff with"""
     dequantized: str | None = None
-    """the format of the base model's weights that are written dequantised"""
+    """quantised format of the base weights, which were written dequantised; None: they were plain"""
 
 
 def merge_adapter(
@@ -99,15 +98,15 @@ def merge_adapter(
     Args:
         checkpoint: a tinker:// path under `home`, or a directory that holds a PEFT LoRA adapter.
         output: must not exist, unless `overwrite` is set and it holds a model.
-        base_model: directory or hub id; None: the one that the adapter names.
+        base_model: directory or hub id; None: the adapter's.
         dtype: of the saved weights; None: each weight keeps the base model's.
         home: of tinker:// paths; None means TINKER_LOCAL_HOME, else the user's data folder.
 
     Raises:
-        CheckpointError: the adapter is missing, damaged, no LoRA adapter, or does not fit the base model.
+        CheckpointError: the adapter is missing or damaged, is not a LoRA adapter, or does not fit the base model.
         ModelLoadError: the base model cannot be loaded.
-        RequestError: TINKER_LOCAL_QUANTIZATION asks for other base weights than the adapter was trained on.
-        MergeCheckError: the merged model computes something else. Nothing was written.
+        RequestError: TINKER_LOCAL_QUANTIZATION differs from the base weights that the adapter was trained on.
+        MergeCheckError: the merged model's logits differ. Nothing was written.
         CheckpointWriteError: a write failed. Nothing is left.
     """
     if base_model is not None:
@@ -180,13 +179,13 @@ def _base_model_of(folder: Path) -> str:
 
 
 def _in_peft_form(folder: Path, base_model: str) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
-    """As `_read_adapter`, of an adapter with names of the hosted service too."""
+    """As `_read_adapter`, also for an adapter with the hosted service's tensor names."""
     with tempfile.TemporaryDirectory() as scratch:
         return _read_adapter(in_form(folder, Path(scratch) / "adapter", base_model))
 
 
 def _read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
-    """Raises CheckpointError when it is damaged, or no LoRA adapter."""
+    """Raises CheckpointError if it is damaged, or not a LoRA adapter."""
     try:
         config = PeftConfig.from_pretrained(str(folder))
         tensors = load_file(folder / ADAPTER_FILE)
@@ -211,14 +210,14 @@ def _with_adapter(model: Any, config: LoraConfig, tensors: dict[str, torch.Tenso
         name = min(name for name in wanted.keys() | saved.keys() if wanted.get(name) != saved.get(name))
         raise CheckpointError(
             f"the adapter in {folder} does not fit the base model, or is damaged: {name} has shape {saved.get(name)} in the "
-            f"adapter, {wanted.get(name)} in the model (None: there is none)"
+            f"adapter, {wanted.get(name)} in the model (None: no such tensor)"
         )
     set_peft_model_state_dict(adapted, {name: t.float() for name, t in tensors.items()}, low_cpu_mem_usage=True)
     return adapted.eval()
 
 
 def _untie_adapted_head(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Untie an adapted head: merging must change the head, and not the embedding of inputs."""
+    """Untie an adapted head: merging must change the head, and not the input embedding."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     names = [name for name, module in model.named_modules() if module is head]
     if head.weight is embedding.weight and any(f".{name}.lora_" in key for name in names for key in tensors):
@@ -228,7 +227,7 @@ def _untie_adapted_head(model: Any, tensors: Mapping[str, torch.Tensor]) -> None
 
 
 def _quantization_of(folder: Path) -> str | None:
-    """What TINKER_LOCAL_QUANTIZATION made of the base model's weights when the adapter was trained."""
+    """The format to which TINKER_LOCAL_QUANTIZATION quantised the base weights when the adapter was trained."""
     trained, asked = made_quantization(folder / ADAPTER_FILE), environment.read(VARIABLE)
     if asked not in (None, "none", trained):
         raise RequestError(f"the adapter in {folder} was not trained on weights in {asked}: unset {VARIABLE}")
@@ -236,9 +235,9 @@ def _quantization_of(folder: Path) -> str | None:
 
 
 def _load_base(name: str, made: str | None) -> tuple[Any, str | None]:
-    """Load a model with plain weights. Also the format that was dequantised to them, if there was one.
+    """Load a model with plain weights. Returns it and the quantised format that it was dequantised from, or None.
 
-    made: the format into which plain weights are brought first.
+    made: the format to quantise plain weights to first.
     """
     try:
         config = AutoConfig.from_pretrained(name)
@@ -257,7 +256,9 @@ def _copy_image_processor(name: str, folder: Path) -> None:
     try:
         AutoImageProcessor.from_pretrained(name, backend="pil").save_pretrained(folder)
     except (OSError, ValueError, ImportError) as error:
-        logger.warning("the merged model has no preprocessor_config.json, and reads text until it gets one: %s", error)
+        logger.warning(
+            "the merged model has no preprocessor_config.json, and reads only text until it gets one: %s", error
+        )
 
 
 def _load(name: str, **arguments: Any) -> Any:

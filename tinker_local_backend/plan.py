@@ -1,10 +1,10 @@
-"""What of a model fits on which GPU, by the plan that the engine divides a GPU's memory by. Reads no weights, and needs no GPU.
+"""What fits on which GPU for a model, by the engine's own memory plan. Reads no weights, and needs no GPU.
 
     python -m tinker_local_backend.plan model=qwen3-4b gpu_gib=24,48,80,141 rank=32
 
-`--help` says what the columns are. For a model that does not fit, the table has what is missing.
+`--help` explains the columns. For a model that does not fit, the table shows how much memory is missing.
 
-Layers are taken to attend alike, with keys and values of one width: models with latent attention or states take less of a cache.
+All layers are assumed to have full attention with the same KV width: models with latent attention or states need less cache.
 TINKER_LOCAL_KV_CACHE_TOKENS and TINKER_LOCAL_ACTIVATION_MB change the shares of the engine, not of this table.
 """
 
@@ -32,31 +32,31 @@ CONTEXTS = (1024, 4096, 16384)
 
 @chz.chz(typecheck=True)
 class Config:
-    """Keys of `python -m tinker_local_backend.plan`: what of a model fits on which GPU, as the engine divides its memory.
+    """Keys of `python -m tinker_local_backend.plan`: what fits on which GPU for a model, by the engine's memory plan.
 
-    KV cache: tokens that the sampler keeps at a time. rows at N: sequences of N tokens that it holds. tokens in a pass: what
-    training packs into one; "recomputed": layers run again in the backward pass, as fewer than 2,048 tokens fit otherwise.
+    KV cache: capacity of the sampler in tokens. rows at N: sequences of N tokens that fit into it. tokens in a pass: packed
+    tokens per training pass; "recomputed": the backward pass runs layers again, because fewer than 2,048 tokens fit otherwise.
     longest datum: tokens, with recomputation. With vllm_share vLLM samples, and the engine's cache only scores prompts.
     Shares: adapter (in training, with gradient and moments), snapshots (sampled from), slots (adapters in captured decode steps),
     graphs (those steps), logits (buffers), activations (of a training pass).
     """
 
     model: str = chz.field(
-        doc="directory, hub id, or a name such as qwen3-4b: of a released model whose shapes the library knows"
+        doc="directory, hub id, or the short name of a released model whose shapes the library knows, such as qwen3-4b"
     )
-    gpu_gib: tuple[float, ...] = chz.field(default=(24.0, 48.0, 80.0, 141.0), doc="memory of each card, as it is sold")
-    rank: int = chz.field(default=RANK, doc="of the adapter in training", validator=chz.validators.gt(0))
-    dtype: Literal["bfloat16", "float32"] = chz.field(default="bfloat16", doc="of the weights")
+    gpu_gib: tuple[float, ...] = chz.field(default=(24.0, 48.0, 80.0, 141.0), doc="nominal memory of each card")
+    rank: int = chz.field(default=RANK, doc="rank of the adapter in training", validator=chz.validators.gt(0))
+    dtype: Literal["bfloat16", "float32"] = chz.field(default="bfloat16", doc="dtype of the weights")
     quantization: Literal["none", "nf4", "int8", "fp8"] = chz.field(
         default="none", doc="value of TINKER_LOCAL_QUANTIZATION"
     )
 
     vllm_share: float = chz.field(
         default=0.0,
-        doc="of each card, for a vLLM process that samples (TINKER_LOCAL_VLLM_GPU_MEMORY_UTILIZATION); 0: the engine samples",
+        doc="share of each card for a vLLM that samples (TINKER_LOCAL_VLLM_GPU_MEMORY_UTILIZATION); 0: the engine samples",
     )
     vllm_sleeps: bool = chz.field(
-        default=False, doc="vLLM gives its share back while the engine trains (TINKER_LOCAL_VLLM_SLEEP)"
+        default=False, doc="vLLM frees its share while the engine trains (TINKER_LOCAL_VLLM_SLEEP)"
     )
 
     @chz.validate
@@ -75,7 +75,7 @@ class Config:
 def config_of(name: str) -> Any:
     """The config of a directory, of a released model by its name with or without the organisation, or of another hub id.
 
-    Raises ModelLoadError for a name of no model.
+    Raises ModelLoadError for an unknown name.
     """
     from tinker_cookbook.models.shapes import known_names, shapes_of
 
@@ -87,14 +87,14 @@ def config_of(name: str) -> Any:
         if "/" not in name:
             near = difflib.get_close_matches(name.lower(), by_name, 4, cutoff=0.3)
             raise ModelLoadError(
-                f"model={name!r} is no directory, no hub id such as Qwen/Qwen3-4B, and no released model that is known by such a "
-                f"name; some are {', '.join(near or sorted(by_name)[-4:])}"
+                f"model={name!r} is not a directory, a hub id such as Qwen/Qwen3-4B, or the name of a known released model; some "
+                f"known names are {', '.join(near or sorted(by_name)[-4:])}"
             )
     return model_config(name)
 
 
 def size_of(name: str, rank: int, dtype: torch.dtype = torch.bfloat16, quantization: str | None = None) -> Footprint:
-    """What the model of this name takes on a GPU. Raises ModelLoadError for no model, or one that the engine does not support."""
+    """Memory that the model takes on a GPU. Raises ModelLoadError if it is unknown, or not supported by the engine."""
     config = config_of(name)
     refuse_unsupported(name, config.get_text_config())
     with torch.device("meta"):
@@ -138,7 +138,7 @@ def vllm_rows_of(cards: Sequence[float], size: Footprint, share: float) -> list[
 
 
 def in_columns(rows: Sequence[Sequence[str]]) -> str:
-    """The rows as text. A row with fewer cells than the first ends in one that may be wide."""
+    """The rows as text. In a row with fewer cells than the first, the last cell may be wide."""
     whole = [row for row in rows if len(row) == len(rows[0])]
     widths = [max(map(len, column)) for column in zip(*whole, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=False)) for row in whole]

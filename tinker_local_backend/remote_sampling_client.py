@@ -28,7 +28,7 @@ from tinker_local_backend.wire import codec
 from tinker_local_backend.wire.frames import Channel, Frame
 
 _Pending = dict[int, Callable[[Callable[[], Frame]], None]]
-"""By number, the calls without an answer. Each takes a function that returns the answer's frame or raises its error."""
+"""Pending calls by number. Each callback takes a function that returns the answer's frame or raises its error."""
 
 
 def connect(handle: SamplerHandle) -> Sampler:
@@ -39,8 +39,8 @@ def connect(handle: SamplerHandle) -> Sampler:
 class RemoteSamplingClient:
     """A frozen snapshot whose engine runs in another process of this machine. It can be pickled again.
 
-    It lives as long as the process that made it keeps its SamplingClient, or a process that has sampled keeps its copy.
-    The future raises the errors of a request; EngineClosedError, if the other process has ended, may also come from the call.
+    The snapshot lives until the process that made it drops its SamplingClient and all processes that sampled drop their copies.
+    A request's errors are raised by its future. EngineClosedError (the other process has ended) may also be raised by the call.
     """
 
     def __init__(self, handle: SamplerHandle):
@@ -130,7 +130,7 @@ class RemoteSamplingClient:
 
 
 class _Link:
-    """The connection of this process to one with engines. All clients share it; it closes with the last of them."""
+    """The connection from this process to an engine's process. All clients share it; it closes with the last of them."""
 
     _open: ClassVar[weakref.WeakValueDictionary[tuple[int, str], _Link]] = weakref.WeakValueDictionary()
     _opening: ClassVar = threading.Lock()
@@ -182,12 +182,12 @@ class _Link:
         return future
 
     def drop(self, holder: str) -> None:
-        """Let the other process release a copy. Called by finalizers."""
+        """Tell the other process to release a copy. Called by finalizers."""
         self._channel.send(lambda: Frame({"op": "drop", "holder": holder}))
 
 
 def _read(channel: Channel, pending: _Pending, closed: threading.Event, owner: int) -> None:
-    """Pass on the answers. Not a method: the thread must not keep the link alive."""
+    """Deliver the answers. Not a method: the thread must not keep the link alive."""
     while (frame := channel.receive()) is not None:
         pending.pop(frame.fields["id"])(lambda frame=frame: _checked(frame))
 
@@ -202,7 +202,7 @@ def _read(channel: Channel, pending: _Pending, closed: threading.Event, owner: i
 
 
 def _checked(frame: Frame) -> Frame:
-    """The frame, or raise the error that it holds, with its type in the other process."""
+    """Return the frame; if it holds an error, raise that, with its type in the other process."""
     if "error" not in frame.fields:
         return frame
     kind = getattr(errors, frame.fields["type"], None)

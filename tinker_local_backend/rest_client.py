@@ -5,12 +5,12 @@ Uses only files and the run registry, no engine and no model, so it works withou
     for checkpoint in RestClient().list_user_checkpoints().result().checkpoints:
         print(checkpoint.tinker_path, checkpoint.size_bytes)
 
-Every method returns a future, to await or to ask for its `.result()`; each also exists as a coroutine under its older name,
+Every method returns a future, to be awaited or read with `.result()`; each also exists as a coroutine under its older name,
 `<method>_async`. Short calls run at once, on the caller's thread: they take milliseconds, see every earlier save, and cannot
 change which sampling requests share a batch. Archives and copies take longer, with the size of the weights, and run on a new
 thread. A call raises RequestError for an invalid request.
 
-A home belongs to one user: `access_scope` has no effect, and publishing is a mark that others do not see.
+A home belongs to one user: `access_scope` has no effect, and publishing only sets a mark.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ OWNER = "local"
 
 @dataclass(frozen=True)
 class CheckpointArchiveUrlResponse:
-    """The address of an archive. Older SDKs had a type of this name; the present one does not."""
+    """The URL of an archive. Older SDKs had a type of this name; the current one does not."""
 
     url: str
     """a file:// URL of a .tar.gz, which `urllib.request.urlretrieve` understands"""
@@ -70,8 +70,8 @@ class RestClient:
     Args:
         home: folder of the checkpoints; None means TINKER_LOCAL_HOME, else the user's data folder.
         base_url, api_key: arguments of the SDK's client; logged, and have no effect.
-        session: records copies; None makes a new one. ServiceClient.create_rest_client passes that of the service client.
-        supported_models: the answer of get_server_capabilities.
+        session: the session that copies are recorded in; None makes a new one. ServiceClient.create_rest_client passes its own.
+        supported_models: the models for get_server_capabilities.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class RestClient:
 
     @at_once
     def set_checkpoint_ttl_from_tinker_path(self, tinker_path: str, ttl_seconds: int | None) -> None:
-        """Let a checkpoint expire this many seconds from now; None: never. An expired checkpoint cannot be brought back."""
+        """Let a checkpoint expire this many seconds from now; None: never. An expired checkpoint cannot be restored."""
         catalog.set_ttl(self._home, CheckpointPath.parse(tinker_path), ttl_seconds)
 
     def copy_weights(
@@ -223,7 +223,7 @@ class RestClient:
         path = CheckpointPath.parse(tinker_path)
         if path.kind != "external_weights":
             raise RequestError(
-                f"{tinker_path} is no export; give the path that TrainingClient.save_weights_external returned, or ask "
+                f"{tinker_path} is not an export; give the path that TrainingClient.save_weights_external returned, or ask "
                 "get_checkpoint_archive_url_from_tinker_path"
             )
         # The SDK's type requires a time; ten years is the longest TTL of a checkpoint.
@@ -262,16 +262,16 @@ class RestClient:
         Raises RequestError for a filter by project or by status, which sessions here lack.
         """
         hosted_only.refuse_arguments(project_ids=request.project_ids, statuses=request.statuses)
-        found = [session for session in self._registry.sessions() if _matches(session, request)]
+        matching = [session for session in self._registry.sessions() if _matches(session, request)]
         if (after := request.cursor) is not None:
-            ids = [session.session_id for session in found]
+            ids = [session.session_id for session in matching]
             if after.last_session_id in ids:
-                found = found[ids.index(after.last_session_id) + 1 :]
+                matching = matching[ids.index(after.last_session_id) + 1 :]
             else:  # it was deleted meanwhile
-                found = [session for session in found if session.created < after.last_created_at.timestamp()]
-        page = [self._summary(session) for session in found[: request.limit]]
+                matching = [session for session in matching if session.created < after.last_created_at.timestamp()]
+        page = [self._summary(session) for session in matching[: request.limit]]
         cursor = None
-        if len(found) > request.limit:
+        if len(matching) > request.limit:
             last = page[-1]
             cursor = types.SessionSearchCursor(last_created_at=last.created_at, last_session_id=last.session_id)
         return types.SessionSearchResponse(sessions=page, next_cursor=cursor)
@@ -296,7 +296,7 @@ class RestClient:
         return types.WhoamiResponse(user_urn=f"urn:tinker-local:user:{OWNER}", org_urn=f"urn:tinker-local:org:{OWNER}")
 
     def get_telemetry(self) -> None:
-        """None: nothing is reported to anybody."""
+        """None: this engine sends no telemetry."""
 
     def __getattr__(self, name: str) -> Callable[..., NoReturn]:
         """Refuse the methods that only the hosted service has."""
@@ -341,7 +341,7 @@ class RestClient:
 
 
 def _matches(session: Session, request: types.SessionSearchRequest) -> bool:
-    """Whether a session has all of the metadata, and the id or every word of the display name, if either is given."""
+    """Whether a session has all of the request's metadata, and the id or every word of the display name if either is given."""
     metadata = session.user_metadata
     if any(metadata.get(key) != value for key, value in request.user_metadata.items()):
         return False
@@ -395,7 +395,7 @@ def _time(seconds: float | None) -> datetime | None:
 def _path_of(run_id: str, checkpoint_id: str) -> str:
     if "/" not in checkpoint_id:
         raise RequestError(
-            f"checkpoint_id must be {' or '.join(SHAPES)}, got {checkpoint_id!r}: a run may have several of a name"
+            f"checkpoint_id must be {' or '.join(SHAPES)}, got {checkpoint_id!r}: a run may have several checkpoints of one name"
         )
     return f"tinker://{run_id}/{checkpoint_id}"
 

@@ -52,7 +52,7 @@ def find_program(arguments: Sequence[str]) -> Callable[[], object]:
 
 
 def _missing(module: str) -> str | None:
-    """The module that is missing: this one, a parent package, or one that a parent imports; None: none is."""
+    """The missing module: `module`, a parent package, or one that a parent imports; None if nothing is missing."""
     try:
         return None if importlib.util.find_spec(module) is not None else module
     except ModuleNotFoundError as error:

@@ -46,7 +46,7 @@ class Sampler(Protocol):
 
 @dataclass(frozen=True)
 class SamplerHandle:
-    """Names a sampling client of a process of this machine. It holds no secret: only this user can open its address."""
+    """Names a sampling client in a process of this machine. It is not a secret: only this user can open its address."""
 
     address: str
     process: int
@@ -66,11 +66,11 @@ class SamplerHandle:
 
 
 class SamplerHost:
-    """The socket of this process, and the clients that are shared over it. It does not keep them alive."""
+    """The socket of this process, and weak references to the clients that are shared over it."""
 
     def __init__(self) -> None:
         self.process = os.getpid()
-        folder = tempfile.mkdtemp(prefix="tinker-samplers-")  # readable by this user alone
+        folder = tempfile.mkdtemp(prefix="tinker-samplers-")  # readable only by this user
         weakref.finalize(self, _remove, folder, self.process)
         self.address = str(Path(folder) / "socket")
         self.clients: weakref.WeakValueDictionary[str, Sampler] = weakref.WeakValueDictionary()
@@ -90,13 +90,13 @@ class SamplerHost:
 
 
 class _Peer:
-    """The connection of another process."""
+    """The connection to another process."""
 
     def __init__(self, channel: Channel, clients: weakref.WeakValueDictionary[str, Sampler]):
         self._channel = channel
         self._clients = clients
         self._copies: dict[str, Sampler] = {}
-        """by a name that the peer chose, until it drops them or ends"""
+        """by a name that the peer chose, until the peer drops them or ends"""
         self._running: dict[int, Future[Any]] = {}
 
     def serve(self) -> None:
@@ -127,8 +127,8 @@ class _Peer:
         client = self._copies.get(fields["holder"]) or self._clients.get(fields["sampler"])
         if client is None:
             raise RequestError(
-                f"the sampling client {fields['sampler']} is gone: process {os.getpid()}, which made it, has dropped it; keep "
-                "the SamplingClient there for as long as other processes sample from it"
+                f"the sampling client {fields['sampler']} no longer exists: process {os.getpid()}, which made it, dropped it; "
+                "keep the SamplingClient there for as long as other processes sample from it"
             )
         self._copies[fields["holder"]] = client
         arguments = codec.sample_arguments(fields["request"])
@@ -157,13 +157,13 @@ class _Peer:
 
 
 def _local_fields(sequence: LocalSequence) -> list[Any]:
-    """What the SDK's encoding leaves out: constrained logprobs and versions of the weights."""
+    """The fields that the SDK's encoding lacks: constrained logprobs and weight versions."""
     versions = sequence.weight_versions_np
     return [sequence.constrained_logprobs, None if versions is None else versions.tolist()]
 
 
 def _remove(folder: str, process: int) -> None:
-    if os.getpid() == process:  # not at the end of a fork
+    if os.getpid() == process:  # not when a forked child exits
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -181,7 +181,7 @@ def share(sampler_id: str, base_model: str, client: Sampler) -> SamplerHandle:
 
 
 def find(handle: SamplerHandle) -> Sampler | None:
-    """The client that a handle names, if it is one of this process."""
+    """The client that a handle names, if it belongs to this process."""
     if _host is None or handle.address != _host.address or os.getpid() != _host.process:
         return None
     return _host.clients.get(handle.sampler_id)

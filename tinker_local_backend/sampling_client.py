@@ -47,8 +47,8 @@ from tinker_local_backend.storage.paths import CheckpointPath
 
 
 class SamplingClient:
-    """An immutable snapshot: later training does not change it. Several may serve at once. The exception is asked for by name:
-    `kind="inflight"` follows the training client's published weights (engine/sampling/inflight.py).
+    """An immutable snapshot: later training does not change it. Several may serve at once. The exception is a client of
+    `kind="inflight"`, which follows the training client's published weights (engine/sampling/inflight.py).
 
     Made on the engine's worker, by ServiceClient.create_sampling_client or TrainingClient.save_weights_and_get_sampling_client.
     """
@@ -102,7 +102,7 @@ class SamplingClient:
             target_prompt_logprobs: int64 (N - 1, K), ids to score at prompt positions 1 .. N - 1; -1: no score.
             prompt_alt_tokens_k: tokens to sample at every prompt position after the first, at the request's temperature.
             prompt_logprobs_last_n: limits prompt logprobs and their top k to the last n positions.
-            constraint: (not in the SDK) the texts that a sample may be. A stop token is then drawn exactly where the text is
+            constraint: (not in the SDK) the allowed texts of a sample. A stop token is then sampled exactly when the text is
                 complete; without stop tokens in `sampling_params`, the model's end-of-sequence token ends it. A stop text or
                 max_tokens may still cut it short. Logprobs stay those of the whole distribution; the sequences are
                 `LocalSequence`s, whose `constrained_logprobs` are those among the allowed tokens.
@@ -222,10 +222,10 @@ class SamplingClient:
     get_base_model_async = as_coroutine(get_base_model)
 
     def get_telemetry(self) -> None:
-        """None: nothing is reported to anybody."""
+        """None: this engine sends no telemetry."""
 
     def get_sampler_handle(self) -> str:
-        """A name of this client for `from_sampler_handle` in other processes of the same user on this machine.
+        """A handle of this client, for `from_sampler_handle` in other processes of the same user on this machine.
 
         They connect to this process, which must keep running and keep this client. The handle holds no credentials.
         """
@@ -238,7 +238,7 @@ class SamplingClient:
         return connect(SamplerHandle.decode(handle))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the handle, no weights (see sampler_host.py). Unpickled in this process, it is this client."""
+        """Pickle only the handle, without weights (see sampler_host.py). Unpickling in this process returns this client."""
         return connect, (self._handle(),)
 
     def _handle(self) -> SamplerHandle:

@@ -19,7 +19,7 @@ class SamplingParams(tinker.SamplingParams):
         repetition_penalty: in 0.01..100; positive logits of tokens in the prompt or the sample are divided by it, and negative
             ones multiplied (Keskar et al., arXiv 1909.05858).
         logit_bias: token id -> number in -100..100 that is added to its logit, before the penalties.
-        min_tokens: tokens of a sample before which no stop token is drawn; without stop strings and constraints.
+        min_tokens: no stop token is sampled before a sample has this many tokens; not with stop strings or constraints.
     """
 
     min_p: float = 0.0

@@ -40,13 +40,13 @@ class ServiceClient:
         user_metadata: stored with the session, which is this client and its training runs (RestClient.get_session).
         project_id, base_url, api_key, default_headers_overrides: arguments of the SDK's client for the hosted service. They
             are accepted and logged, and have no effect.
-        display_name: of the session.
-        deterministic: answer in lockstep with the one event loop that drives everything, so that the same program gets the
-            same bits (engine/gate.py). Without it, tokens for a seed are the same up to rounding of the logits.
+        display_name: name of the session.
+        deterministic: run in lockstep with the event loop that drives all requests, so that results are the same bit for bit
+            in every run (engine/gate.py). Without it, tokens for a seed are the same up to rounding of the logits.
         home: where checkpoints live; None means TINKER_LOCAL_HOME, else the user's data folder.
 
     Raises:
-        RequestError: an environment variable is wrong (see environment.py).
+        RequestError: an environment variable is unknown or invalid (see environment.py).
 
     Unknown arguments are ignored with a FutureWarning, as in the SDK.
 
@@ -90,11 +90,11 @@ class ServiceClient:
         return self._session.session_id
 
     def get_console_url(self) -> str:
-        """The file:// address of the folder with this home's runs."""
+        """The file:// URL of the folder with this home's runs."""
         return runs_folder(self._home).resolve().as_uri()
 
     def get_telemetry(self) -> None:
-        """None: nothing is reported to anybody."""
+        """None: this engine sends no telemetry."""
 
     def create_custom_loss(
         self, fn: tinker.PerDatumLossFn, input_ranks: Mapping[str, types.CustomLossInputRank]
@@ -107,7 +107,7 @@ class ServiceClient:
             input_ranks: number of dimensions of each parameter's tensor: 0, 1 or 2.
 
         Raises:
-            RequestError: torch.fx cannot trace the function, or it calls something else than torch and math.
+            RequestError: torch.fx cannot trace the function, or it calls anything but torch and math.
         """
         try:
             handle = trace_loss(fn, input_ranks, self.session_id)
@@ -152,12 +152,12 @@ class ServiceClient:
     ) -> ClientFuture[TrainingClient]:
         """A new adapter on a base model (a directory or a Hugging Face id), starting as the identity.
 
-        Of a hosted name `<model>:peft:<tokens>` the model is used, whose context must have so many tokens.
+        A hosted name `<model>:peft:<tokens>` means that model, whose context must have at least that many tokens.
 
         `seed` makes the initial A matrices reproducible; None draws one (from TINKER_LOCAL_SEED if that is set).
-        `user_metadata` is stored with the run and each of its checkpoints. The optimizer is AdamW. `expert_lora`, which the
-        hosted service has not, says how the adapter covers routed experts (lora_spec.ExpertLayout); None: as
-        TINKER_LOCAL_EXPERT_LORA says, `shared_outer` if it is unset.
+        `user_metadata` is stored with the run and each of its checkpoints. The optimizer is AdamW. `expert_lora` (not in the
+        SDK) is how the adapter covers routed experts (lora_spec.ExpertLayout); None means TINKER_LOCAL_EXPERT_LORA, or
+        `shared_outer` if that is unset.
         """
         model_name = base_model_of(base_model)
         check_model_name(model_name)
@@ -230,7 +230,7 @@ class ServiceClient:
 
         Args:
             base_model: with a `model_path`, must be the checkpoint's.
-            retry_config: accepted for scripts that pass it, without effect: no network can fail.
+            retry_config: accepted for scripts that pass it; without effect, because there is no network.
             record_stability_info: the engine stores samples until they are trained on, to verify data whose provenance
                 names them (loss_fn stable_reinforce).
         """
@@ -257,7 +257,7 @@ class ServiceClient:
     def close(
         self, status: Literal["success", "errored", "interrupted"] = "success", detail: str | None = None
     ) -> EngineFuture[None]:
-        """Stop the engine and free the models, before this returns. Pending requests fail with EngineClosedError.
+        """Stop the engine and free the models before returning. Pending requests fail with EngineClosedError.
 
         `status` and `detail` are for the hosted service's console and have no effect.
         """

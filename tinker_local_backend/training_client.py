@@ -46,7 +46,7 @@ Pass = tuple[Sequence[tinker.Datum], str, LossConfig]
 
 
 class EngineInfo(GetInfoResponse):
-    """The SDK's answer, with the engine's execution."""
+    """The SDK's response, with the engine's execution."""
 
     execution: dict[str, str]
     """device and implementations, see engine.models.describe"""
@@ -89,7 +89,7 @@ class TrainingClient:
 
         Losses are sums over tokens and datums: cross_entropy, importance_sampling, ppo, cispo, dro, gspo, stable_reinforce
         (engine/training/losses.py; the last needs provenance, engine/training/provenance.py).
-        `loss_fn_config["temperature"]` scores on the tempered distribution that was sampled.
+        With `loss_fn_config["temperature"]`, logprobs are those of softmax(logits / temperature), as in sampling.
         """
         datums, config = freeze_data(data), copy(loss_fn_config)
         return self.pass_over(lambda: (datums, loss_fn, config), backward=True)
@@ -101,11 +101,11 @@ class TrainingClient:
         *,
         loss_type_input: Literal["logprobs"] | None = None,
     ) -> EngineFuture[tinker.ForwardBackwardOutput]:
-        """Gradients of a custom loss: `loss_fn(data, logprobs)` returns (scalar tensor, metrics), or the handle of a loss of
-        one datum (ServiceClient.create_custom_loss).
+        """Gradients of a custom loss: `loss_fn(data, logprobs)`, which returns (scalar tensor, metrics), or the handle of a
+        per-datum loss (ServiceClient.create_custom_loss).
 
         It runs on the engine's thread and receives every loss_fn_inputs field of the data. Compute anything else that it needs
-        from the engine, such as reference logprobs, before the call. It is called again if memory runs out.
+        from the engine, such as reference logprobs, before the call. It is called again after an out-of-memory error.
         """
         run, datums = self._run, freeze_data(data)
         if loss_type_input not in (None, "logprobs"):
@@ -122,7 +122,8 @@ class TrainingClient:
     def pass_over(
         self, read: Callable[[], Pass], backward: bool, tokens: int = 0
     ) -> EngineFuture[tinker.ForwardBackwardOutput]:
-        """(not in the SDK) As forward_backward, or forward, on data of about `tokens` tokens, read when the pass begins."""
+        """(not in the SDK) As forward_backward or forward, on about `tokens` tokens of data that `read` returns when the pass
+        begins."""
         run = self._run
 
         def one_pass() -> Parts[tinker.ForwardBackwardOutput]:
@@ -137,14 +138,14 @@ class TrainingClient:
     ) -> EngineFuture[OptimStepResponse]:
         """Take an AdamW step with the accumulated gradient sum, and clear it. Metrics: grad_norm (before clipping)."""
         if optim_params is not None and adam_params is not None:
-            raise RequestError("optim_params and adam_params are both given; adam_params is its older name: give one")
+            raise RequestError("optim_params and adam_params are both given; adam_params is the older name: give one")
         params = optim_params if optim_params is not None else adam_params
         if not isinstance(params, tinker.AdamParams):
             raise RequestError(f"optim_step takes tinker.AdamParams, got {params!r}")
         return self._train("optim_step", lambda: in_one(lambda: self._run.optim_step(params)))
 
     def fail_step(self, why: str) -> EngineFuture[None]:
-        """(not in the SDK) Make the next optim_step fail, as after a failed pass: some of its data is missing."""
+        """(not in the SDK) Make the next optim_step fail, as after a failed pass, because some of its data is missing."""
 
         def fail() -> None:
             self._run.state.failure = why
@@ -176,7 +177,7 @@ class TrainingClient:
         user_metadata: Mapping[str, str] | None = None,
         overwrite: bool = False,
     ) -> EngineFuture[SaveWeightsForSamplerResponse]:
-        """Save the adapter alone, to sample from. `.path` is the tinker:// path."""
+        """Save only the adapter, to sample from. `.path` is the tinker:// path."""
         path = self._path("sampler_weights", name)
 
         def save() -> SaveWeightsForSamplerResponse:
@@ -188,7 +189,7 @@ class TrainingClient:
     def save_weights_external(
         self, name: str, ttl_seconds: int | None = None, age_encryption_recipients: Sequence[str] | None = None
     ) -> EngineFuture[SaveWeightsExternalResponse]:
-        """Save the adapter as PEFT files. RestClient.get_external_weights_urls(path) returns their addresses.
+        """Save the adapter as PEFT files. RestClient.get_external_weights_urls(path) returns their URLs.
 
         With `age_encryption_recipients`, public keys of age or SSH, the files are encrypted to them and their names end in
         .age (package pyrage).
@@ -220,12 +221,12 @@ class TrainingClient:
     ) -> ClientFuture[SamplingClient]:
         """A sampling client of the weights after all earlier calls. With a name, it is also saved to disk.
 
-        `retry_config` is accepted for scripts that pass it and has no effect: no network can fail.
+        `retry_config` is accepted for scripts that pass it and has no effect, because there is no network.
         `record_stability_info` is as in ServiceClient.create_sampling_client.
 
-        kind="inflight" publishes the weights to all in-flight clients of this training client: running sequences go on with
-        them, on the KV cache that they have. Every sequence says which weights drew each token (`weight_versions_np`, 0 for
-        the first published ones). Tokens then depend on the moment of publishing, so that a seed does not repeat them.
+        kind="inflight" publishes the weights to all in-flight clients of this training client: running sequences continue with
+        them, on their existing KV cache. Every sequence records the weights that sampled each token (`weight_versions_np`, 0
+        for the first published ones). Tokens then depend on the time of publishing, so a seed does not reproduce them.
         """
         if kind not in get_args(types.SamplingClientKind):
             raise RequestError(f"kind={kind!r} is neither snapshot nor inflight")
@@ -264,17 +265,17 @@ class TrainingClient:
         return CheckpointPath(self._run.entry.run_id, kind, check_name(name, "checkpoint name"))
 
     def get_console_url(self) -> str:
-        """The file:// address of the run's report, or of its checkpoints if the program keeps no report.
+        """The file:// URL of the run's report, or of its checkpoints if the program writes no report.
 
-        The report's folder is `log_path` in the run's user_metadata, where the program has put it there.
+        The report's folder is `log_path` in the run's user_metadata, if the program has set it.
         """
         entry = self._run.entry
         log_path = entry.user_metadata.get("log_path")
-        place = runs_folder(self._run.home) / entry.run_id if log_path is None else Path(log_path) / "report.html"
-        return place.resolve().as_uri()
+        path = runs_folder(self._run.home) / entry.run_id if log_path is None else Path(log_path) / "report.html"
+        return path.resolve().as_uri()
 
     def get_telemetry(self) -> None:
-        """None: nothing is reported to anybody."""
+        """None: this engine sends no telemetry."""
 
     def get_info(self) -> EngineInfo:
         """Base model, LoRA rank and tokenizer of this run, and the implementations that replace plain torch."""

@@ -1,4 +1,4 @@
-"""A training run: what a training client trains, on the engine's worker and on all processes of torchrun."""
+"""A training run: the state behind a training client, on the engine's worker and on all processes of torchrun."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class TrainingRun:
-    """What a training client trains: the engine, the home, and the adapter's state, which only the worker touches."""
+    """State behind a training client: the engine, the home, and the adapter's state, which only the worker touches."""
 
     engine: Engine
     registry: Registry
     session: Session
     entry: Run
-    """the run as it was created; its metadata is stored with every checkpoint"""
+    """registry entry from its creation; its metadata is stored with every checkpoint"""
     model: BaseModel
     state: trainer.TrainState
     replicated: ReplicatedRun | None = None
@@ -52,7 +52,7 @@ class TrainingRun:
     tenant: str = ""
     """its owner, if several share the engine"""
     published: list[PublishedWeights] = field(default_factory=list)
-    """what in-flight samplers use, once there is one"""
+    """the weights of in-flight samplers: one item after the first publication"""
     in_gradients: set[str] = field(default_factory=set)
     """sequence_ids of the samples that were trained on since the last optimizer step"""
 
@@ -66,7 +66,7 @@ class TrainingRun:
         seed: int,
         tenant: str = "",
     ) -> TrainingRun:
-        """Make a run with a new adapter, on the worker. `seed` draws the initial A matrices."""
+        """Create a run with a new adapter, on the worker. `seed` determines the initial A matrices."""
         model = engine.load(entry.base_model)
         entry = replace(entry, spec=model.targets.fitted(entry.spec))
         group = replicas()
@@ -87,12 +87,12 @@ class TrainingRun:
             passes = trainer.forward_backward(self.model, self.state, data, loss_fn, config, backward, routes=routes)
         elif routes is not None:
             raise RequestError(
-                "route_replay is not supported under torchrun, where other processes sample; leave it out"
+                "route_replay is not supported under torchrun, because other processes sample too; leave it out"
             )
         else:
             passes = self.replicated.forward_backward(data, loss_fn, config, backward)
         output = yield from passes
-        del pictures  # decoded once, as long as something refers to them
+        del pictures  # until here a reference keeps them in the cache of decoded pictures
         return output
 
     def forward_backward_custom(
@@ -110,15 +110,13 @@ class TrainingRun:
         self, data: Sequence[tinker.Datum], loss_name: str, loss_config: LossConfig, backward: bool
     ) -> list[Routes] | None:
         """If the loss needs provenance, raise RequestError for a datum that differs from the sample that it names. Returns the
-        choice of experts to replay for each datum, if the config asks for it."""
+        expert choices to replay for each datum, if the config enables replay."""
         loss, config, _ = loss_function(loss_name, loss_config)
         replay = bool(config.get(ROUTE_REPLAY))
         if not (loss.needs_provenance or replay):
             return None
         if replay and not self.model.has_routes:
-            raise RequestError(
-                f"route_replay: model {self.model.name!r} has no routers that can be replayed; leave it out"
-            )
+            raise RequestError(f"route_replay: model {self.model.name!r} has no routers to replay; leave it out")
         if loss.needs_provenance:
             _warn_unpublished_formula(self.entry.run_id, loss_name)
         known_only = replay or bool(config["verify_provenance"])
@@ -147,9 +145,9 @@ class TrainingRun:
         return self.replicated.snapshot()
 
     def publish(self) -> InflightWeights:
-        """Let the in-flight samplers go on with the present adapter, and make the weights of another one.
+        """Publish the current adapter to the in-flight samplers, and return the weights for a new one.
 
-        Raises RequestError under torchrun, whose processes step through their requests apart.
+        Raises RequestError under torchrun, where each process steps through its requests independently.
         """
         if self.replicated is not None:
             raise RequestError('kind="inflight" does not work under torchrun; use kind="snapshot"')
@@ -198,15 +196,15 @@ def _warn_unpublished_formula(run_id: str, loss_name: str) -> None:
 
 
 def load_checkpoint(run: TrainingRun, path: CheckpointPath, with_optimizer: bool) -> None:
-    """Load a checkpoint into `run`, on the worker. Everything is read and checked before the first matrix changes."""
+    """Load a checkpoint into `run`, on the worker. Everything is read and checked before any matrix changes."""
     info = read_info(run.home, path)
-    for what, saved, present in (
+    for what, saved, current in (
         ("base_model", info.base_model, run.model.name),
         ("LoRA", info.spec, run.state.adapter.spec),
     ):
-        if saved != present:
+        if saved != current:
             raise CheckpointError(
-                f"checkpoint {path} has {what} {saved}, this client has {present}; use create_training_client_from_state"
+                f"checkpoint {path} has {what} {saved}, this client has {current}; use create_training_client_from_state"
             )
     fresh, pending = AdamW(run.state.adapter.parameters()), None
     if with_optimizer:

@@ -1,3 +1,3 @@
-"""What makes the files of this repository that are made: the tiny model, its data, and llms.txt; and wheels for a machine
-without a network. Nothing but tests imports it.
+"""Generators of this repository's generated files (the tiny models, their data, llms.txt), and of wheels for a machine without a
+network. Only tests import it.
 """

@@ -1,9 +1,9 @@
-"""Do the pinned versions of constraints.txt install with every extra of pyproject.toml? pip resolves each, and installs nothing.
+"""Check that the pinned versions of constraints.txt resolve with every extra of pyproject.toml. Installs nothing.
 
     make constraints        or        python -m tools.constraints only=inspect,wandb
 
-What cannot stand beside the pinned versions is named at the end, with the reason.
-Minutes long, and needs a package index. Ends with exit code 1 when an extra does not resolve.
+Packages that conflict with the pinned versions are listed at the end, with the reason.
+Takes minutes, and needs a package index. Exits with 1 if an extra does not resolve.
 """
 
 import subprocess
@@ -27,16 +27,16 @@ PIP = (
     "--disable-pip-version-check",
 )
 LINES_SHOWN = 12
-APART = """vLLM is no extra: it pins a torch of its own and has its own environment (docs/vllm.md)
-litellm is no extra: it needs openai below 3, and has its own environment (make test-server)
-neptune-scale is no extra: it needs protobuf below 6, the pinned versions are tested with 7"""
+EXCLUDED = """vLLM is not an extra: it pins another torch, and has its own environment (docs/vllm.md)
+litellm is not an extra: it needs openai below 3, and has its own environment (make test-server)
+neptune-scale is not an extra: it needs protobuf below 6, and the pinned versions are tested with 7"""
 
 
 @chz.chz(typecheck=True)
 class CLIConfig:
     """Keys of `python -m tools.constraints`."""
 
-    only: tuple[str, ...] = chz.field(default=(), doc="these extras alone; default: all")
+    only: tuple[str, ...] = chz.field(default=(), doc="check only these extras; default: all")
 
 
 def extras() -> list[str]:
@@ -46,13 +46,13 @@ def extras() -> list[str]:
 
 
 def resolve(extra: str) -> str | None:
-    """None where pip finds versions for this extra beside the pinned ones; else what it says."""
+    """None if pip resolves this extra with the pinned versions, else the end of its output."""
     command = [*PIP, "-c", "constraints.txt", "-e", f".[{extra}]"]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode == 0:
         return None
     lines = [line for line in done.stdout.splitlines() if line.strip() and not line.startswith("WARNING")]
-    return "\n".join(lines[-LINES_SHOWN:])  # before its last error pip says which two requirements are at odds
+    return "\n".join(lines[-LINES_SHOWN:])  # before its last error pip names the conflicting requirements
 
 
 def main(config: CLIConfig) -> None:
@@ -60,12 +60,12 @@ def main(config: CLIConfig) -> None:
         raise ConfigurationError(f"only={','.join(sorted(unknown))}: there are {', '.join(extras())}")
     failed = []
     for extra in config.only or extras():
-        refusal = resolve(extra)
-        print(f"{'ok   ' if refusal is None else 'FAILED'}  {extra}", flush=True)
-        if refusal is not None:
-            print(refusal, file=sys.stderr, flush=True)
+        failure = resolve(extra)
+        print(f"{'ok   ' if failure is None else 'FAILED'}  {extra}", flush=True)
+        if failure is not None:
+            print(failure, file=sys.stderr, flush=True)
             failed.append(extra)
-    print(APART)
+    print(EXCLUDED)
     if failed:
         raise SystemExit(1)
 

@@ -1,4 +1,4 @@
-"""What runs of one setting learnt, as a table of Markdown: a row per run, and the change over them with Student's interval.
+"""How much runs of one setting learnt, as a Markdown table: a row per run, and the mean change with Student's interval.
 
     python -m tools.learning_table runs=runs/lines_0,runs/lines_1,runs/lines_2
 
@@ -27,11 +27,12 @@ COLUMNS = ("seed", "training, first 5 steps", "last 5", "held out, before", "aft
 class CLIConfig:
     """Keys of `python -m tools.learning_table`."""
 
-    runs: str = chz.field(doc="folders of runs, divided by commas")
-    training: str = chz.field(default="env/all/correct", doc="the metric of every step")
+    runs: str = chz.field(doc="folders of runs, separated by commas")
+    training: str = chz.field(default="env/all/correct", doc="the per-step metric")
     held_out: str = chz.field(default="test/env/all/correct", doc="the metric of evaluations")
     questions: str = chz.field(
-        default="test/env/all/total_episodes", doc="how many questions an evaluation asked; for the interval of a share"
+        default="test/env/all/total_episodes",
+        doc="metric with the number of questions of an evaluation, for intervals",
     )
 
 
@@ -43,15 +44,15 @@ def table(cli: CLIConfig) -> str:
         metrics = read_metrics(folder)
         trained, tested = first_and_last(metrics, cli.training), before_and_after(metrics, cli.held_out)
         if trained is None or tested is None:
-            raise ConfigurationError(f"runs={folder}: has no {cli.training}, or not two evaluations of {cli.held_out}")
+            raise ConfigurationError(f"runs={folder}: lacks {cli.training}, or two evaluations of {cli.held_out}")
         seed = read_json_object(Path(folder) / CONFIG_BASE_NAME, "give the folder of a run").get("seed")
         count = next((row[cli.questions] for row in metrics if cli.questions in row), None)
         shown = [f"{value:.2f}" if count is None else str(wilson(value * count, count)) for value in tested]
         rows.append([str(seed), *(f"{value:.2f}" for value in trained), *shown])
         changes["training"].append(trained[1] - trained[0])
         changes["held out"].append(tested[1] - tested[0])
-    said = "; ".join(f"{name} {_change(values)}" for name, values in changes.items())
-    return f"{markdown_table(COLUMNS, rows)}\n\nChange, mean over runs [95 %]: {said}."
+    summary = "; ".join(f"{name} {_change(values)}" for name, values in changes.items())
+    return f"{markdown_table(COLUMNS, rows)}\n\nChange, mean over runs [95 %]: {summary}."
 
 
 def _change(values: list[float]) -> str:

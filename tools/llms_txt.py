@@ -3,7 +3,7 @@
     python -m tools.llms_txt            write both
     python -m tools.llms_txt --check    fail if one is stale
 
-The sources are parsed, not imported, so the result depends on nothing but them.
+The sources are parsed, not imported, so the result depends only on them.
 """
 
 import argparse
@@ -73,7 +73,7 @@ def render_full(root: Path) -> str:
 def render_index(root: Path, max_bytes: int = MAX_INDEX_BYTES) -> str:
     """The text of `llms.txt`: pages, recipes, and modules with as many of their public names as `max_bytes` allow.
 
-    A module shows at most n names, the same n everywhere and as large as fits; what is left out is counted.
+    A module shows at most n names, with the same n everywhere, as large as fits; further names are counted.
 
     Raises:
         SyntaxError: a source file does not parse.
@@ -81,7 +81,7 @@ def render_index(root: Path, max_bytes: int = MAX_INDEX_BYTES) -> str:
     """
     modules = {package: list(_modules(root, package)) for package in PACKAGES}
     pages = [entry for pattern in PAGES for path in sorted(root.glob(pattern)) if (entry := _page_entry(root, path))]
-    most = max((len(module.names) for found in modules.values() for module in found), default=0)
+    most = max((len(module.names) for members in modules.values() for module in members), default=0)
     texts = (_index(pages, modules, shown) for shown in range(most, -1, -1))
     fitting = next((text for text in texts if len(text.encode()) <= max_bytes), None)
     if fitting is None:
@@ -90,7 +90,7 @@ def render_index(root: Path, max_bytes: int = MAX_INDEX_BYTES) -> str:
 
 
 RENDERERS = {INDEX: render_index, FULL: render_full}
-"""File name -> what writes its text for a checkout."""
+"""File name -> function that renders its text for a checkout."""
 
 
 def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
@@ -146,13 +146,13 @@ def _index(pages: Sequence[str], modules: dict[str, list[_Module]], shown: int) 
         "Pages": list(pages),
         "Recipes, run as `python -m NAME key=value`": [_index_entry(m, 0) for m in recipes],
     }
-    for package, found in modules.items():
-        # What only re-exports is told where the names live.
-        told = [
-            m for m in found if m not in recipes and (m.names or m.summary) and not m.summary.startswith("Re-exports")
+    for package, members in modules.items():
+        # Names that a module only re-exports are listed at the module that defines them.
+        listed = [
+            m for m in members if m not in recipes and (m.names or m.summary) and not m.summary.startswith("Re-exports")
         ]
-        outer = [m for m in told if not INNER.match(m.name)]
-        inner = Counter(match[1] or match[2] for m in told if (match := INNER.match(m.name)))
+        outer = [m for m in listed if not INNER.match(m.name)]
+        inner = Counter(match[1] or match[2] for m in listed if (match := INNER.match(m.name)))
         counted = ", ".join(f"{folder} ({count})" for folder, count in inner.items())
         sections[package] = [_index_entry(m, shown, below=package) for m in outer]
         sections[package] += [f"- and the modules of {counted}: [{FULL}]({FULL})"] if inner else []
@@ -163,7 +163,7 @@ def _index(pages: Sequence[str], modules: dict[str, list[_Module]], shown: int) 
 
 
 def _index_entry(module: _Module, shown: int, below: str = "") -> str:
-    """`below`: the package whose name the heading says already."""
+    """`below`: the package in the heading, whose name is not repeated."""
     name = module.name.removeprefix(f"{below}.")
     text = f"- [{name}]({module.path})"
     if module.summary:
@@ -176,7 +176,7 @@ def _index_entry(module: _Module, shown: int, below: str = "") -> str:
 
 
 def _page_entry(root: Path, path: Path) -> str:
-    """Title and first sentence of a page, or of an example script its name and docstring."""
+    """Title and first sentence of a page, or name and first docstring sentence of an example script."""
     text = path.read_text(encoding="utf-8")
     relative = path.relative_to(root).as_posix()
     if path.suffix == ".py":
@@ -184,13 +184,13 @@ def _page_entry(root: Path, path: Path) -> str:
         return f"- [{relative}]({relative}): {_first_sentence(summary)}" if summary else ""
     blocks = text.strip().split("\n\n")
     title = blocks[0].removeprefix("# ").strip()
-    # A page may begin with a heading or a table; then the title says enough.
+    # A page may begin with a heading or a table; then the title is enough.
     prose = blocks[1] if len(blocks) > 1 and blocks[1][:1] not in "#|`-> " else ""
     return f"- [{relative}]({relative}): {title}" + (f". {_first_sentence(prose)}" if prose else "")
 
 
 def _first_sentence(text: str) -> str:
-    """Links as their text: they lead from the page, not from the index."""
+    """The first sentence, with links replaced by their text: their paths are relative to the page."""
     text = re.sub(r"\[([^]]+)]\([^)]+\)", r"\1", text)
     return re.split(r"(?<=[.?!])\s", " ".join(text.split()), maxsplit=1)[0]
 
@@ -247,7 +247,7 @@ def _field(node: ast.AnnAssign) -> str:
     text = f"{ast.unparse(node.target)}: {ast.unparse(node.annotation)}"
     default = node.value
     if isinstance(default, ast.Call) and ast.unparse(default.func) in ("chz.field", "field", "dataclasses.field"):
-        # Of a field(...) call only the default is of interest; the rest is documentation and checks.
+        # From a field(...) call only the default matters; the rest is documentation and checks.
         keywords = {keyword.arg: keyword.value for keyword in default.keywords}
         if "default" not in keywords:
             return f"{text} = ..." if {"default_factory", "blueprint_unspecified"} & keywords.keys() else text

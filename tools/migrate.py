@@ -5,8 +5,8 @@
     python -m tools.migrate --recipe math_rl keys.toml > new_keys.toml
 
 Which keys are renamed depends on the recipe. A command line names it (`python -m recipes.math_rl largest=9`); a file
-names it anywhere (`recipe: recipes.math_rl`, `program: recipes/math_rl.py`), or `--recipe` does. All other text stays
-as it is. Each change is reported on stderr, and so is a key that has to be rewritten by hand. The table of renamed keys
+names it anywhere (`recipe: recipes.math_rl`, `program: recipes/math_rl.py`), or `--recipe` does. All other text is
+unchanged. Each change is reported on stderr, and so is each key that must be rewritten by hand. The table of renamed keys
 is `tinker_cookbook.cli_help.RENAMED`.
 """
 
@@ -66,37 +66,37 @@ def mentions(text: str) -> list[tuple[int, str]]:
 
 
 def new_key(recipe: str, key: str, report: Report) -> str:
-    """The key's new name, or the key itself where nothing changed, or where only a person can rewrite it."""
-    place = renamed(config_of(recipe), key)
-    if place is None:
+    """The key's new name; the key itself if it is not renamed or must be rewritten by hand."""
+    new = renamed(config_of(recipe), key)
+    if new is None:
         return key
-    if "," in place:
-        report(f"{recipe}: {key} is now {place}: rewrite it by hand")
+    if "," in new:
+        report(f"{recipe}: {key} is now {new}: rewrite it by hand")
         return key
-    report(f"{recipe}: {key} is now {place}")
-    return place
+    report(f"{recipe}: {key} is now {new}")
+    return new
 
 
 def migrate_command(line: str, report: Report) -> str:
-    """One command line, with its continuation lines. A key belongs to the recipe before it; grid.KEY and set.KEY of a
-    sweep to the last one.
+    """Rewrite one command line, with its continuation lines. A key belongs to the recipe before it; grid.KEY and set.KEY of a
+    sweep belong to the last one.
     """
-    found = mentions(line)
-    if not found:
+    recipes = mentions(line)
+    if not recipes:
         return line
 
     def rewrite(match: re.Match[str]) -> str:
         prefix, key = match.groups()
-        before = [name for position, name in found if position <= match.start()]
+        before = [name for position, name in recipes if position <= match.start()]
         if not before:
             return match[0]
-        return prefix + new_key(found[-1][1] if "." in prefix else before[-1], key, report)
+        return prefix + new_key(recipes[-1][1] if "." in prefix else before[-1], key, report)
 
     return _KEY.sub(rewrite, line)
 
 
 def migrate(text: str, recipe: str | None, is_entries: bool, report: Report) -> str:
-    """A whole text.
+    """Rewrite a whole text.
 
     Args:
         recipe: the recipe of entries, if the text names none.
@@ -107,8 +107,8 @@ def migrate(text: str, recipe: str | None, is_entries: bool, report: Report) -> 
     recipe = recipe or (named[0][1] if named else None)
     lines = re.findall(r"(?:[^\n]*\\\n)*[^\n]*\n|[^\n]+", text)
     if is_entries and recipe is not None:
-        of_text = recipe
-        lines = [_ENTRY.sub(lambda match: match[1] + new_key(of_text, match[2], report), line) for line in lines]
+        text_recipe = recipe
+        lines = [_ENTRY.sub(lambda match: match[1] + new_key(text_recipe, match[2], report), line) for line in lines]
     return "".join(migrate_command(line, report) for line in lines)
 
 
@@ -117,14 +117,14 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m tools.migrate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("files", nargs="*", type=Path, help="what to rewrite; none: stdin")
+    parser.add_argument("files", nargs="*", type=Path, help="files to rewrite; none: stdin")
     parser.add_argument("--recipe", help="the recipe of files that name none, such as math_rl")
     given = parser.parse_args(arguments)
     if given.recipe is not None and recipe_named(given.recipe) is None:
-        parser.error(f"--recipe {given.recipe}: there is no such recipe; python -m recipes lists them")
+        parser.error(f"--recipe {given.recipe}: the recipe does not exist; python -m recipes lists all")
     for file in given.files or [None]:
         if file is not None and not file.is_file():
-            parser.error(f"{file}: there is no such file")
+            parser.error(f"{file}: the file does not exist")
         text = sys.stdin.read() if file is None else file.read_text(encoding="utf-8")
         where = "" if file is None else f"{file}: "
         is_entries = file is None or file.suffix in (".toml", ".yaml", ".yml") or given.recipe is not None

@@ -1,7 +1,7 @@
 """Writes example_data/minds/forms: conversations that show a small model the form of the model-aware environments' replies.
 
-Their content is drawn: the numbers say nothing about the word, the confidence nothing about the answer. What is learnt from
-them is the form, and what reinforcement learning adds is the rest.
+Their content is random: the numbers are independent of the word, the confidence of the answer. A model learns only the form from
+them, and the rest from reinforcement learning.
 
     python -m tools.mind_forms
 """
@@ -60,7 +60,7 @@ def _small_sums() -> Any:
 
 
 def _sums_with_probes() -> Any:
-    """Each sum with a drawn probe."""
+    """Each sum with a random probe."""
     env, rng = _small_sums(), random.Random(0)
     probes = [probe for lesson in shipped_lessons() for probe in lesson.probes]
     rows = [{**row, "prompt": row["prompt"] + intuition_env.meta_task(rng.choice(probes))} for row in env.dataset * 4]
@@ -78,7 +78,7 @@ FORMS: dict[str, tuple[Callable[[], Any], Callable[[Row, random.Random], str]]] 
 
 
 def conversations(name: str) -> list[list[Message]]:
-    """The conversations of one file: a question of its environment, and a reply of the right form."""
+    """The conversations of one file: a question of its environment, and a reply in the right form."""
     load, reply = FORMS[name]
     env, rng = load(), random.Random(name)
     system = getattr(env, "system_prompt", "")

@@ -2,10 +2,10 @@
 multilingual_languages.txt, the language of each line as a code of ISO 639-1.
 
     python -m tools.multilingual                   the shipped files, in example_data
-    python -m tools.multilingual folder=. seed=1   others
+    python -m tools.multilingual folder=. seed=1   other files
 
 Each sentence says what someone does at some time. In every language the persons are women, so that verbs that agree
-with their subject's gender are right in all sentences. The output is the same on every machine.
+with their subject's gender are right in all sentences. The output is identical on every machine.
 """
 
 import random
@@ -25,7 +25,7 @@ FILE, LANGUAGES_FILE = "multilingual.txt", "multilingual_languages.txt"
 
 @dataclass(frozen=True)
 class Language:
-    """The parts of a language's sentences. {n} is the person, {t} the time; `times` may occur in any sentence."""
+    """Sentence templates of a language. {n} is the person, {t} the time; every time fits every sentence."""
 
     names: tuple[str, ...]
     times: tuple[str, ...]

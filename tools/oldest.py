@@ -1,9 +1,9 @@
-"""The oldest versions that pyproject.toml admits, as constraints for pip: what `make test-oldest` installs.
+"""The oldest versions that pyproject.toml allows, as constraints for pip, for `make test-oldest`.
 
     python -m tools.oldest > oldest.txt
     pip install -c oldest.txt -e '.[dev]'
 
-It needs nothing but Python, since it runs before anything is installed.
+It needs only Python, because it runs before anything is installed.
 """
 
 import re
@@ -24,10 +24,10 @@ def constraints(requirements: Iterable[str]) -> list[str]:
     """
     lines = []
     for requirement in requirements:
-        found = _REQUIREMENT.fullmatch(requirement)
-        if found is None:
+        match = _REQUIREMENT.fullmatch(requirement)
+        if match is None:
             raise ValueError(f"{requirement!r} in pyproject.toml states no oldest version: write it as name>=version")
-        lines.append(f"{found['name']}=={found['version']}{found['marker'] or ''}")
+        lines.append(f"{match['name']}=={match['version']}{match['marker'] or ''}")
     return lines
 
 

@@ -1,11 +1,11 @@
-"""Makes a small model of any architecture with random weights and the shipped tokenizer: for tests and trials on a CPU.
+"""Makes a small model of any architecture with random weights and the shipped tokenizer, for tests and trials on a CPU.
 
     python -m tools.random_model architecture=qwen3_5_text folder=/tmp/qwen3_5
     python -m tools.random_model architecture=nemotron_h folder=/tmp/nemotron hidden_size=64 layers=8 seed=1
     python -m tools.random_model architecture=gemma2 folder=/tmp/gemma2 fields='{"sliding_window": 64}'
 
-It knows nothing yet: `recipes.sl_basic model_name=/tmp/qwen3_5` teaches it to talk. The same settings and seed give the same
-weights on the same machine.
+It is untrained: `recipes.sl_basic model_name=/tmp/qwen3_5` teaches it to chat. The same settings and seed give the same weights
+on the same machine.
 """
 
 import json
@@ -24,10 +24,10 @@ from tools.make_tiny_model.folder import check_replaceable, write_folder
 from tools.make_tiny_model.tokenizer import CONTEXT_LENGTH, PAD, STOP, token_id
 
 HEAD = 32
-"""Of queries, keys and values, also in layers with a state."""
+"""Head size of queries, keys and values, also in layers with a state."""
 
 INITIALIZER_RANGE = 0.04
-"""As in the shipped models: with the 0.02 of large models, a narrow one hardly tells its tokens apart."""
+"""As in the shipped models: with the 0.02 of large models, a narrow model barely distinguishes its tokens."""
 
 
 @chz.chz(typecheck=True)
@@ -40,7 +40,7 @@ class CLIConfig:
     folder: str = chz.field(doc="folder to write; an older model there is replaced")
     hidden_size: int = chz.field(default=96, doc="width, a multiple of 32")
     layers: int = chz.field(
-        default=4, doc="number of layers, 2 or more; every fourth one attends in models with states"
+        default=4, doc="number of layers, 2 or more; in models with states every fourth has full attention"
     )
     seed: int = chz.field(default=0, doc="seed of the weights")
     fields: str = chz.field(default="{}", doc="further fields of the config, as a JSON object; they take precedence")
@@ -54,12 +54,12 @@ class CLIConfig:
 
 
 def layer_types(layers: int, with_state: str) -> list[str]:
-    """Every fourth layer attends, and the last one."""
+    """Every fourth layer and the last one have full attention."""
     return ["full_attention" if i % 4 == 3 or i == layers - 1 else with_state for i in range(layers)]
 
 
-def _usual(hidden: int, layers: int) -> dict[str, Any]:
-    """What most decoders call so, with two query heads for a key head where the width allows it."""
+def _common_fields(hidden: int, layers: int) -> dict[str, Any]:
+    """Fields with the names of most decoders, with two query heads per key head if the width allows it."""
     heads = hidden // HEAD
     return {
         "hidden_size": hidden,
@@ -108,7 +108,7 @@ def _kimi_linear(hidden: int, layers: int) -> dict[str, Any]:
 
 
 def _nemotron_h(hidden: int, layers: int) -> dict[str, Any]:
-    """Mamba, MLP and attention are layers of their own, and so is a mixture of experts."""
+    """Mamba, MLP, attention and mixture of experts are separate layers."""
     kinds = ["linear_attention", "mlp", "full_attention", "mlp"]
     return {
         "num_hidden_layers": None,
@@ -139,22 +139,22 @@ FIELDS: dict[str, Callable[[int, int], dict[str, Any]]] = {
     "qwen3_moe": lambda hidden, layers: _experts(hidden),
     "qwen3_next": _routed_delta,
 }
-"""What an architecture needs beside the usual fields; None takes one away."""
+"""Architecture -> its fields in addition to the common ones; None removes one."""
 
 
 def make_config(config: CLIConfig, tokenizer: Any) -> Any:
-    """transformers' config. Raises ConfigurationError for what it does not know, and for what the local engine refuses."""
+    """transformers' config. Raises ConfigurationError if transformers does not know it or the engine does not support it."""
     if config.architecture not in CONFIG_MAPPING:
         raise ConfigurationError(f"architecture={config.architecture!r}: transformers has no such model type")
     try:
         given: Any = json.loads(config.fields)
     except ValueError as error:
-        raise ConfigurationError(f"fields={config.fields!r}: is no JSON ({error})") from error
+        raise ConfigurationError(f"fields={config.fields!r}: is not JSON ({error})") from error
     if not isinstance(given, dict):
         raise ConfigurationError(f"fields={config.fields!r}: must be a JSON object, such as '{{\"num_experts\": 8}}'")
     special = FIELDS.get(config.architecture, lambda hidden, layers: {})(config.hidden_size, config.layers)
     fields: dict[str, Any] = {
-        **_usual(config.hidden_size, config.layers),
+        **_common_fields(config.hidden_size, config.layers),
         "vocab_size": len(tokenizer),
         "max_position_embeddings": CONTEXT_LENGTH,
         "tie_word_embeddings": True,
@@ -180,7 +180,7 @@ def main(config: CLIConfig) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         model: Any = AutoModelForCausalLM.from_config(made, dtype=torch.float32)
-    # Models of this type have chat templates of their own, by which a renderer is found; this one has ours.
+    # A renderer is usually chosen by the model type, but this model has the chat template of tiny_chat.
     tokenizer.init_kwargs["recommended_renderer"] = "qwen3_instruct"
     with write_folder(model, tokenizer, config.folder):
         pass

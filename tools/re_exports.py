@@ -1,9 +1,9 @@
-"""The names that scripts of the ecosystem import from elsewhere than they live: one table, and the modules made from it.
+"""Modules that only re-export names, for scripts of the ecosystem that import them from there: one table, and its modules.
 
     python -m tools.re_exports            write the modules
-    python -m tools.re_exports --check    fail if one is not what the table says
+    python -m tools.re_exports --check    fail if a module differs from the table
 
-A module of the table holds nothing else, and nothing in this project imports it.
+A module of the table contains nothing else, and nothing in this project imports it.
 """
 
 from __future__ import annotations
@@ -83,14 +83,14 @@ TABLE: dict[str, dict[str, str]] = {
         "tinker_cookbook.utils.run_logs": "configure_logging_module",
     },
 }
-"""Module -> the modules where its names live -> those names, with spaces between."""
+"""Module -> modules that define its names -> those names, separated by spaces."""
 
 
 def source(homes: Mapping[str, str]) -> str:
-    """The text of a module, as the formatter leaves it."""
+    """The text of a module, formatted."""
     files = [home.replace("tinker_cookbook.", "").replace(".", "/") + ".py" for home in homes]
-    told = " and ".join(sorted(files, reverse=True)) if len(files) < 4 else "what has other homes"
-    lines = [f'"""Re-exports {told}, for scripts that import this path."""', ""]
+    origin = " and ".join(sorted(files, reverse=True)) if len(files) < 4 else "names of other modules"
+    lines = [f'"""Re-exports {origin}, for scripts that import this path."""', ""]
     for home in sorted(homes):
         lines += _bracketed(f"from {home} import ", "()", sorted(homes[home].split(), key=_order))
     every = sorted((name for names in homes.values() for name in names.split()), key=_order)
@@ -99,7 +99,7 @@ def source(homes: Mapping[str, str]) -> str:
 
 
 def _order(name: str) -> tuple[int, str]:
-    """Constants, classes, then functions, each by the alphabet."""
+    """Constants, classes, then functions, each in alphabetical order."""
     return (0 if name.isupper() else 1 if name[0].isupper() else 2), name
 
 
@@ -118,9 +118,9 @@ def place(module: str) -> Path:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command line; 1: a module is stale."""
+    """The command line. Returns 1 if a module is stale, else 0."""
     parser = argparse.ArgumentParser(prog="python -m tools.re_exports")
-    parser.add_argument("--check", action="store_true", help="write nothing, fail if a module is not as the table says")
+    parser.add_argument("--check", action="store_true", help="write nothing, fail if a module differs from the table")
     check = parser.parse_args(argv).check
     stale = [name for name in TABLE if not place(name).exists() or place(name).read_text() != source(TABLE[name])]
     for name in stale:

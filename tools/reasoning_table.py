@@ -1,8 +1,8 @@
-"""The table of reasoning-gym's generators in docs/reasoning_gym.md, written anew from the installed package.
+"""Rewrites the table of reasoning-gym's generators in docs/reasoning_gym.md from the installed package.
 
     python -m tools.reasoning_table
 
-Needs the extra `reasoning`. An asterisk: it evaluates answers as Python; a dagger: it has no levels.
+Needs the extra `reasoning`. An asterisk marks a generator that evaluates answers as Python, a dagger one without levels.
 """
 
 import sys

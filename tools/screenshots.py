@@ -1,4 +1,4 @@
-"""The pictures of README: a debate and the ranking of a sweep, as the report of real runs shows them.
+"""Makes the README's pictures: a debate and the ranking of a sweep, in the reports of real runs.
 
     make screenshots
 
@@ -41,18 +41,18 @@ SHOTS: tuple[tuple[str, str, Literal["light", "dark"]], ...] = (
 
 
 def chromium() -> str:
-    """The path of a Chromium. Raises SystemExit that says how to install one."""
-    found = next((path for name in BROWSERS if (path := shutil.which(name))), None)
-    if found is None:
-        raise SystemExit("Chromium is needed: apt-get install chromium (Debian), or any that is on the PATH")
-    return found
+    """The path of a Chromium. Raises SystemExit with how to install one."""
+    browser = next((path for name in BROWSERS if (path := shutil.which(name))), None)
+    if browser is None:
+        raise SystemExit("Chromium is needed on the PATH: apt-get install chromium (Debian)")
+    return browser
 
 
 def shoot(browser: Any, folder: Path, panel: str, colours: Literal["light", "dark"], out: Path) -> None:
-    """The picture of a panel of the runs in a folder.
+    """Take the picture of a panel of the report on the runs in a folder.
 
     Args:
-        browser: playwright's.
+        browser: playwright's browser.
         out: the PNG to write.
     """
     with tempfile.TemporaryDirectory() as scratch:
@@ -62,7 +62,7 @@ def shoot(browser: Any, folder: Path, panel: str, colours: Literal["light", "dar
         page = context.new_page()
         page.goto(f"{path.as_uri()}#panel={panel}")
         if panel == "rollouts":
-            # A debate with a member whose reward was above the mean of its group.
+            # A debate with a member whose reward is above its group's mean.
             page.wait_for_selector(".said.reply")
             page.get_by_label("steps (3 or 2-5)").fill("7")
             page.evaluate("browser.openAt(browser.found.findIndex((i) => browser.index.advantage[i] > 0))")

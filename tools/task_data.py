@@ -2,7 +2,7 @@
 
 python -m tools.task_data
 
-The same files everywhere.
+The files are identical on every machine.
 """
 
 import random
@@ -37,14 +37,14 @@ DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday")
 
 
 def coin(rng: random.Random, count: int) -> Rows:
-    """The numbers up to `count`, in any order; tails is rewarded, which the tiny models say less."""
+    """The numbers up to `count`, in random order; tails is rewarded, which the tiny models say less often."""
     return [
         {"question": f"What is a number near {n}?", "answer": "tails"} for n in rng.sample(range(1, count + 1), count)
     ]
 
 
 def confidence(rng: random.Random, count: int) -> Rows:
-    """Draws from urns of 4 to 20 things, in tenths and other fractions, 0 and 1 among them."""
+    """Draws from bags of 4 to 20 things; the probabilities are tenths and other fractions, including 0 and 1."""
     rows: dict[str, str] = {}
     while len(rows) < count:
         total, thing = rng.choice((4, 5, 8, 10, 20)), rng.choice(THINGS)
@@ -83,15 +83,15 @@ def logic(rng: random.Random, count: int) -> Rows:
 
 
 def quotes(rng: random.Random, count: int) -> Rows:
-    """Notices of a town's week, each in one sentence; the question names place and event, and the answer is a day and an hour."""
+    """Notices of a town's week, one sentence each; the question names place and event, and the answer is a day and an hour."""
     rows: dict[str, str] = {}
     while len(rows) < count:
         town = rng.choice(TOWNS)
-        told = rng.sample([(place, event) for place in PLACES for event in EVENTS], 14)
-        times = rng.sample([f"{day} at {hour}" for day in DAYS for hour in range(7, 21)], len(told))
-        notices = [f"On {t} the {place} of {town} {event}." for t, (place, event) in zip(times, told, strict=True)]
-        which = rng.randrange(len(told))
-        place, event = told[which]
+        announced = rng.sample([(place, event) for place in PLACES for event in EVENTS], 14)
+        times = rng.sample([f"{day} at {hour}" for day in DAYS for hour in range(7, 21)], len(announced))
+        notices = [f"On {t} the {place} of {town} {event}." for t, (place, event) in zip(times, announced, strict=True)]
+        which = rng.randrange(len(announced))
+        place, event = announced[which]
         rows[f"{' '.join(notices)}{QUESTION_MARK}When is it that the {place} {event}?"] = times[which]
     return [{"question": question, "answer": answer} for question, answer in rows.items()]
 
@@ -114,11 +114,11 @@ SIZES: dict[Callable[[random.Random, int], Rows], tuple[int, int]] = {
     quotes: (48, 16),
     sorting: (96, 48),
 }
-"""What makes a task's rows -> how many of them train, and how many are held out."""
+"""Function that makes a task's rows -> number of training and of held-out rows."""
 
 
 def write_all(folder: Path) -> None:
-    """<task>/train.jsonl and <task>/test.jsonl below `folder`."""
+    """Write <task>/train.jsonl and <task>/test.jsonl below `folder`."""
     for make, (train, test) in SIZES.items():
         rows = make(random.Random(f"items/{make.__name__}"), train + test)
         random.Random(f"split/{make.__name__}").shuffle(rows)
@@ -131,7 +131,7 @@ def write_all(folder: Path) -> None:
 class CLIConfig:
     """Where to write."""
 
-    folder: str = chz.field(default=str(EXAMPLE_DATA), doc="folder that gets a folder per task")
+    folder: str = chz.field(default=str(EXAMPLE_DATA), doc="folder to write a subfolder per task to")
 
 
 def main(config: CLIConfig) -> None:

@@ -1,10 +1,10 @@
-"""Where pip shall look for torch: prints the words that belong into its command line, none for the default index.
+"""Chooses the index from which pip installs torch: prints the arguments for pip, none for the default index.
 
     pip install -c constraints.txt $(python -m tools.torch_index) torch
 
-On Linux the default index has builds for CUDA alone, with fifteen packages beside them; torch's own index has builds for CPUs.
-They are taken where no NVIDIA driver is found and that index answers. TORCH_INDEX chooses: cpu, default, or an index's address.
-It needs nothing but Python, since it runs before anything is installed.
+On Linux the default index has only CUDA builds, which need fifteen more packages; torch's own index has CPU builds. These are
+chosen if there is no NVIDIA driver and that index answers. TORCH_INDEX overrides this: cpu, default, or the URL of an index. It
+needs only Python, because it runs before anything is installed.
 """
 
 import os
@@ -21,7 +21,7 @@ SECONDS = 5.0
 
 
 def has_nvidia_driver(root: Path = Path("/"), path: str | None = None) -> bool:
-    """Whether this machine's kernel, or a machine's below it (WSL), has a driver of NVIDIA. `path`: as PATH, where None."""
+    """Whether this machine, or the host below it (WSL), has an NVIDIA driver. `path`: search path; None: PATH."""
     files = ("proc/driver/nvidia/version", "dev/nvidiactl", "usr/lib/wsl/lib/libcuda.so.1")
     return any((root / file).exists() for file in files) or shutil.which("nvidia-smi", path=path) is not None
 
@@ -31,7 +31,7 @@ def answers(index: str, seconds: float = SECONDS) -> bool:
     try:
         with urllib.request.urlopen(f"{index.rstrip('/')}/torch/", timeout=seconds) as response:
             return response.status == 200
-    except (OSError, ValueError):  # no such host, no route, too slow, not found; an address that is none
+    except (OSError, ValueError):  # no such host, no route, too slow, not found, or not a URL
         return False
 
 
@@ -41,16 +41,16 @@ def choose(
     driver: Callable[[], bool] = has_nvidia_driver,
     reached: Callable[[str], bool] = answers,
 ) -> tuple[str | None, str]:
-    """The index that is asked besides the default one, and why.
+    """The index to use in addition to the default one, and the reason.
 
     Args:
-        environment: may have VARIABLE: cpu, default, or an address. Unset and empty are the same.
-        platform: as `sys.platform`; elsewhere than on Linux the default index has builds for CPUs.
-        driver: whether there is a driver of NVIDIA.
+        environment: may have VARIABLE: cpu, default, or a URL. Unset and empty are the same.
+        platform: as `sys.platform`; except on Linux, the default index has CPU builds.
+        driver: whether there is an NVIDIA driver.
         reached: whether an index answers.
 
     Raises:
-        ValueError: VARIABLE is none of these.
+        ValueError: VARIABLE has another value.
     """
     asked = environment.get(VARIABLE, "")
     if asked == "default":
@@ -59,7 +59,7 @@ def choose(
         return CPU, f"{VARIABLE}=cpu"
     if asked:
         if "://" not in asked:
-            raise ValueError(f"{VARIABLE}={asked!r}: must be cpu, default, or the address of an index")
+            raise ValueError(f"{VARIABLE}={asked!r}: must be cpu, default, or the URL of an index")
         return asked, VARIABLE
     if platform != "linux":
         return None, "its builds for this system need no CUDA"
@@ -76,7 +76,7 @@ def main() -> None:
     except ValueError as error:
         sys.exit(f"error: {error}")
     print(f"torch from {index or 'the default index'}: {why} ({VARIABLE}=cpu|default|ADDRESS chooses)", file=sys.stderr)
-    # Besides the default index, which has all other packages: 2.13.0+cpu goes before 2.13.0 and satisfies its pin.
+    # In addition to the default index, which has all other packages: 2.13.0+cpu is preferred to 2.13.0 and satisfies its pin.
     if index is not None:
         print(f"--extra-index-url {index}")
 

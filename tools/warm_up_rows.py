@@ -1,12 +1,12 @@
-"""Conversations for a supervised stage before reinforcement learning, of training questions alone.
+"""Conversations for a supervised stage before reinforcement learning, from training questions only.
 
     python -m tools.warm_up_rows rows=code_lines slips=0.5 out=lines.jsonl
     python -m tools.warm_up_rows rows=code_debate out=debates.jsonl count=8000
     python -m tools.warm_up_rows rows=reasoning_gym:chain_sum config.max_terms=2 config.max_digits=2 slips=0.5 out=sums.jsonl
 
-`code_lines` are right lines; `code_debate` are answers of task=code_lines with mistakes, objections to such answers, and what an
-author offers to the judge; `reasoning_gym:NAME` are right answers (the extra `reasoning`). With `slips` a share of the lines or
-answers is wrong: a model that learns from them knows the task and is careless, which leaves room for reinforcement learning. The
+`code_lines` are right lines; `code_debate` are answers of task=code_lines with mistakes, objections to such answers, and speeches
+of an author to the judge; `reasoning_gym:NAME` are right answers (the extra `reasoning`). With `slips` a share of the lines or
+answers is wrong: a model that learns from them knows the task but is careless, which leaves room for reinforcement learning. The
 same keys give the same file.
 """
 
@@ -43,16 +43,16 @@ from tinker_cookbook.utils.files import write_jsonl
 
 LINES, DEBATE, REASONING = "code_lines", "code_debate", "reasoning_gym:"
 FORGOTTEN = ("at least", "at most", "drop the sign")
-"""Steps that writers forget: the line is then right for most arguments, or for few."""
+"""Steps that writers forget: without them the line is right for most arguments, or for few."""
 FORGETS, MISREADS = 0.6, 0.15
-"""How often a writer forgets such a step, and how often one takes a constant for its neighbour otherwise."""
+"""Probability that a writer forgets such a step, and else that a constant is off by one."""
 OBJECTION_SKILL, SUPPORT_SKILL = 0.9, 0.9
-"""How often a speech names an argument where the line is wrong (right), if there is one; else any."""
+"""Probability that a speech names an argument for which the line is wrong (right) if there is one; else any argument."""
 OBJECTS_TO_WRONG = 0.8
-"""How often an objection is to a line that is wrong, if writers get the program wrong at all."""
+"""Probability that an objection is to a wrong line, if writers get the program wrong at all."""
 KINDS = {"answer": 4, "debate": 5, "consultancy": 1}
 SEED_OF_QUESTIONS = 20_000
-"""Added to the seed: the questions of runs with small seeds are others."""
+"""Added to the seed, so that the questions differ from those of runs with small seeds."""
 
 
 @chz.chz(typecheck=True)
@@ -62,7 +62,7 @@ class CLIConfig:
     rows: str = chz.field(doc=f"{LINES}, {DEBATE} or {REASONING}NAME")
     out: str = chz.field(doc="the JSONL file to write")
     count: int = chz.field(default=3000, doc="conversations", validator=chz.validators.gt(0))
-    seed: int = chz.field(default=0, doc="what is drawn depends on it")
+    seed: int = chz.field(default=0, doc="random seed")
     slips: float = chz.field(
         default=0.0,
         doc=f"share of {LINES} (written by a careless writer) and of numbers of {REASONING}NAME (off by a little) that is wrong",
@@ -77,9 +77,9 @@ class CLIConfig:
         if self.rows not in (LINES, DEBATE) and not self.rows.startswith(REASONING):
             raise ConfigurationError(f"rows={self.rows!r} is unknown; use {LINES}, {DEBATE} or {REASONING}NAME")
         if self.slips and self.rows == DEBATE:
-            raise ConfigurationError(f"slips: writers of {DEBATE} are careless as they are; leave it out")
+            raise ConfigurationError(f"slips: writers of {DEBATE} are always careless; leave it out")
         if self.config and not self.rows.startswith(REASONING):
-            raise ConfigurationError(f"config is of {REASONING}NAME; leave it out with rows={self.rows}")
+            raise ConfigurationError(f"config is only for {REASONING}NAME; leave it out with rows={self.rows}")
 
 
 @cache
@@ -88,7 +88,7 @@ def _by_words() -> dict[str, LineProgram]:
 
 
 def written_line(program: LineProgram, rng: random.Random) -> str:
-    """What a careless writer puts down for a program."""
+    """The line that a careless writer gives for a program."""
     steps = program.words.split(", then ")
     forgettable = [i for i, step in enumerate(steps) if step.startswith(FORGOTTEN)]
     if forgettable and rng.random() < FORGETS:
@@ -105,15 +105,15 @@ def written_line(program: LineProgram, rng: random.Random) -> str:
 
 
 def _wrong_line(program: LineProgram, rng: random.Random) -> str:
-    """A line that is wrong, if a few attempts give one."""
+    """A wrong line, if one of a few attempts is wrong."""
     lines = (written_line(program, rng) for _ in range(8))
     return next((line for line in lines if not all(_right(program, line))), program.line)
 
 
-def _spoken(program: LineProgram, line: str, rng: random.Random, word: str, skill: float) -> str:
-    """A speech about a line that names an argument where it is wrong or right."""
-    wanted = [x for x, right in zip(CHECKED, _right(program, line), strict=True) if right == (word == "right")]
-    x = rng.choice(wanted) if wanted and rng.random() < skill else rng.choice(CHECKED)
+def _speech(program: LineProgram, line: str, rng: random.Random, word: str, skill: float) -> str:
+    """A speech that names an argument for which a line is wrong or right."""
+    matching = [x for x, right in zip(CHECKED, _right(program, line), strict=True) if right == (word == "right")]
+    x = rng.choice(matching) if matching and rng.random() < skill else rng.choice(CHECKED)
     return f"f({x}) is {word}."
 
 
@@ -122,7 +122,7 @@ def _right(program: LineProgram, line: str) -> list[bool]:
 
 
 def debate_conversations(seed: int) -> Iterator[list[Message]]:
-    """Answers with mistakes, and speeches about answers, without end."""
+    """Answers with mistakes, and speeches about answers; infinite."""
     rng, programs = random.Random(f"warm_up/{seed}"), split_programs(STEPS, "train")
     while True:
         program = rng.choice(programs)
@@ -136,10 +136,10 @@ def debate_conversations(seed: int) -> Iterator[list[Message]]:
         if kind == "debate":
             theirs = _wrong_line(program, rng) if rng.random() < OBJECTS_TO_WRONG else written_line(program, rng)
             request = OBJECTION_REQUEST.replace(OPPONENT, _tagged(theirs))
-            speech = _spoken(program, theirs, rng, "wrong", OBJECTION_SKILL)
+            speech = _speech(program, theirs, rng, "wrong", OBJECTION_SKILL)
             messages += _exchange(request, speech)
         elif kind == "consultancy":
-            speech = _spoken(program, line, rng, "right", SUPPORT_SKILL)
+            speech = _speech(program, line, rng, "right", SUPPORT_SKILL)
             messages += _exchange(SUPPORT_REQUEST, speech)
         yield messages
 
@@ -153,7 +153,7 @@ def _tagged(line: str) -> str:
 
 
 def careless_lines(seed: int, slips: float) -> Iterator[list[Message]]:
-    """Prompts of training programs with lines of which a share is wrong, pass after pass without end."""
+    """Prompts of training programs with lines, of which a share `slips` is wrong, in repeated passes; infinite."""
     rng, programs = random.Random(f"warm_up/lines/{seed}"), split_programs(STEPS, "train")
     while True:
         rng.shuffle(programs)
@@ -163,7 +163,7 @@ def careless_lines(seed: int, slips: float) -> Iterator[list[Message]]:
 
 
 def off_by_a_little(answer: str, rng: random.Random) -> str:
-    """Another number near a number; any other answer as it is."""
+    """A number close to this one; answers that are not numbers are returned unchanged."""
     try:
         number = int(answer)
     except ValueError:
@@ -172,7 +172,7 @@ def off_by_a_little(answer: str, rng: random.Random) -> str:
 
 
 def reasoning_conversations(name: str, config: dict[str, Any], seed: int, slips: float) -> Iterator[list[Message]]:
-    """Training questions of a generator with answers between the tags, of which a share is wrong, without end."""
+    """Training questions of a generator with tagged answers, of which a share `slips` is wrong."""
     rng = random.Random(f"warm_up/{name}/{seed}")
     env = ReasoningGym(generators={name: 1.0}, config={name: config})
     mixture = env.mixture(SEED_OF_QUESTIONS + seed)

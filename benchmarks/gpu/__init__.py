@@ -1,1 +1,1 @@
-"""One visit to a GPU: what is right, how fast it is, and a report that survives being cut off. See docs/gpu.md."""
+"""One session on a GPU: correctness, speed, and a report that survives an interruption. See docs/gpu.md."""

@@ -1,11 +1,11 @@
-"""One command that meets a GPU: what is right on it and how fast it is, in ten minutes at most.
+"""One command that checks correctness and measures speed on a GPU, in ten minutes at most.
 
     python -m benchmarks.gpu                  # on a GPU: real shapes; elsewhere: tiny ones, to try the command
-    python -m benchmarks.gpu only=correctness,decoding seconds=200      # what else the report has stays in it
+    python -m benchmarks.gpu only=correctness,decoding seconds=200      # the report keeps its other sections
 
-Every section runs in a process of its own, within its share of the time, and what it has found is in the report after every
-row: a crash, a hang or a cut-off loses nothing else. Exit code 0: every check held. 1: one did not, or was not reached.
-Without a GPU the CUDA path runs with its stand-ins (stand_ins.py), and no number is a measurement of anything.
+Every section runs in its own process, within its share of the time, and writes to the report after every row, so a crash, a
+hang or a timeout loses nothing else. Exit code 0: every check passed. 1: one failed, or was not reached. Without a GPU the CUDA
+path runs with its stand-ins (stand_ins.py), and the numbers are not measurements.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from tinker_local_backend.errors import LocalBackendError
 
 POLL_SECONDS = 0.5
 SHARE_BEFORE_KILL = 0.85
-"""of its time after which a section begins nothing new; at the end of it the process is killed"""
+"""share of its time after which a section starts nothing new; at the end of its time the process is killed"""
 
 SECONDS = {"cuda": 600.0, "cpu": 3600.0}
-"""Time for everything, by device, where none is given."""
+"""Default time for all sections, by device."""
 
 
 @chz.chz(typecheck=True)
@@ -50,24 +50,24 @@ class Config:
 
     seconds: float | None = chz.field(
         default=None,
-        doc="time for everything; sections share it by their worth. Default: 600 on a GPU; 3600 elsewhere, of which a quiet core "
-        "needs a quarter",
+        doc="time for all sections, divided by their shares. Default: 600 on a GPU; 3600 elsewhere, of which an idle core needs "
+        "a quarter",
         validator=positive_or_none,
     )
     device: Literal["auto", "cuda", "cpu"] = chz.field(default="auto", doc="auto: cuda when torch sees one, else cpu")
     scale: Literal["auto", "full", "tiny"] = chz.field(
         default="auto",
-        doc="full: Qwen3-0.6B and 4B shapes; tiny: a try, a quarter of an hour on a CPU; auto: full on cuda",
+        doc="full: Qwen3-0.6B and 4B shapes; tiny: a trial, a quarter of an hour on a CPU; auto: full on cuda",
     )
     only: list[str] | None = chz.field(
         default=None,
-        doc=f"sections to run, separated by commas: {', '.join(s.name for s in SECTIONS)}; default: all. What an earlier visit "
-        "of this machine and commit found of the others stays in the report",
+        doc=f"sections to run, separated by commas: {', '.join(s.name for s in SECTIONS)}; default: all. The report keeps "
+        "the other sections' results from an earlier visit with this machine and commit",
     )
     rank: int = chz.field(default=16, doc="rank of the LoRA adapters", validator=chz.validators.gt(0))
     threads: int = chz.field(default=1, doc="CPU threads of a section on a CPU", validator=chz.validators.gt(0))
     vllm_python: str | None = chz.field(
-        default=None, doc="python of an environment with vLLM, to run it beside (see benchmarks/README.md)"
+        default=None, doc="python of an environment with vLLM, to compare with (see benchmarks/README.md)"
     )
     output: str = chz.field(default=RESULTS, doc="folder for the report (JSON and markdown)")
 
@@ -97,7 +97,7 @@ def main(config: Config) -> int:
 
 
 def chosen_sections(only: list[str] | None) -> list[Section]:
-    """All sections, or those named, in order of worth. Raises BenchmarkError for a name that there is not."""
+    """All sections, or the named ones, most important first. Raises BenchmarkError for an unknown name."""
     names = [section.name for section in SECTIONS]
     unknown = [name for name in only or [] if name not in names]
     if unknown:
@@ -106,7 +106,7 @@ def chosen_sections(only: list[str] | None) -> list[Section]:
 
 
 def _device(wanted: str) -> str:
-    """`cpu` or `cuda`. torch is asked in another process: this one forks, and a process that has used CUDA cannot."""
+    """`cpu` or `cuda`. torch is queried in another process, because this one forks, which a process that has used CUDA cannot."""
     if wanted == "cpu":
         return "cpu"
     command = [sys.executable, "-c", "import torch; print(torch.cuda.is_available())"]
@@ -126,7 +126,7 @@ def run_section(
     limit: float,
     report: VisitReport,
 ) -> Findings:
-    """One section in a process of its own; the report is written whenever the section has something new."""
+    """Run one section in its own process; the report is written whenever the section has new results."""
     with tempfile.TemporaryDirectory(prefix="tinker-gpu-") as folder:
         path = Path(folder) / "findings.json"
         Findings(section.name, path, limit).save()
@@ -153,7 +153,7 @@ def run_section(
 
 
 def _start_method() -> Literal["fork", "spawn"]:
-    """fork, which spares every section its imports, unless something that was imported has asked the CUDA driver already."""
+    """fork, which saves every section its imports, unless an imported module has already used the CUDA driver."""
     probe = multiprocessing.get_context("fork").Process(target=_exit_if_cuda_is_unusable)
     probe.start()
     probe.join()
@@ -165,7 +165,7 @@ def _exit_if_cuda_is_unusable() -> None:
 
 
 def _kill(process: Any) -> None:
-    """The section and whatever it started."""
+    """Kill the section's process and all its children."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -190,7 +190,7 @@ def _in_child(
     findings.save()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # a broken device must not hang the end of the process
+    os._exit(0)  # a broken device must not hang the exit of the process
 
 
 if __name__ == "__main__":

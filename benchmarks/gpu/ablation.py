@@ -1,4 +1,4 @@
-"""One thing turned off at a time: how a row of the table of parts is described, and what turns parts off."""
+"""Ablation, one part at a time: descriptions of the rows, and context managers that turn parts off."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ ALL_ON = "nothing"
 
 @dataclass(frozen=True)
 class Variation:
-    """A row: `setting` makes a context within which it is so."""
+    """A row of the table: `setting` makes a context manager that turns the part off."""
 
     off: str
     setting: Callable[[], AbstractContextManager[object]] = nullcontext
     part: str | None = None
-    """of cuda.execution.PARTS: where the check at start has turned that off, there is nothing to measure"""
+    """part of cuda.execution.PARTS; if the check at start has turned it off, there is nothing to measure"""
     needs_gpu: bool = False
-    """it changes what only a GPU has"""
+    """whether it changes something that exists only on a GPU"""
 
     def missing(self, execution: CudaExecution, on_gpu: bool) -> str | None:
-        """Why this row cannot be measured here; None: it can."""
+        """Why this row cannot be measured here; None if it can."""
         if self.part is not None and not execution.runs(self.part):
             return execution.parts()[self.part]
         return "on a GPU only" if self.needs_gpu and not on_gpu else None
@@ -37,7 +37,7 @@ class Variation:
 
 @contextmanager
 def unfused(model: BaseModel, execution: CudaExecution, parts: Sequence[str]) -> Iterator[None]:
-    """Within: the modules of these parts compute by their own code."""
+    """Inside the context the modules of these parts run their original code."""
     running = [part for part in parts if execution.runs(part)]
     for part in running:
         fuse.restore(execution._fused[part])
@@ -50,7 +50,7 @@ def unfused(model: BaseModel, execution: CudaExecution, parts: Sequence[str]) ->
 
 @contextmanager
 def reference(model: BaseModel, execution: CudaExecution) -> Iterator[None]:
-    """Within: plain torch computes everything."""
+    """Inside the context everything runs in plain torch."""
     fused = unfused(model, execution, tuple(FUSED))
     with fused, joined(model, None), mock.patch.object(model, "execution", Reference()):
         yield
@@ -58,7 +58,7 @@ def reference(model: BaseModel, execution: CudaExecution) -> Iterator[None]:
 
 @contextmanager
 def joined(model: BaseModel, operations: LayerOperations | None) -> Iterator[None]:
-    """Within: joined layers compute with these operations; None: no layer is joined."""
+    """Inside the context joined layers use these operations; None: no layer is joined."""
     before = model.operations
     model.join(operations)
     try:
@@ -68,7 +68,7 @@ def joined(model: BaseModel, operations: LayerOperations | None) -> Iterator[Non
 
 
 def fused_variations(model: BaseModel, execution: CudaExecution) -> list[Variation]:
-    """What computes between products, one by one: of joined layers, if this model has them, else of its modules."""
+    """Variations of the fused operations between matrix products: in joined layers if the model has them, else in its modules."""
     if not execution.runs(LAYERS):
         return [
             Variation(f"fused {part}", lambda part=part: unfused(model, execution, (part,)), part) for part in FUSED

@@ -1,6 +1,6 @@
-"""What to change first, from the numbers of a visit: at most three settings, the largest gains first.
+"""Advice on settings from the measurements of a visit: at most three, the largest gains first.
 
-Every rule compares two measurements of this visit, which differ in one thing; what was not measured gives no advice.
+Every rule compares two measurements of this visit that differ in one setting.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from benchmarks.report import Table, number
 MOST = 3
 NOTHING = "no two measurements are a tenth apart"
 LEAST_GAIN = 1.1
-"""Smaller ones are within what two visits differ by."""
+"""Smaller gains are within the variation between visits."""
 
 Record = Mapping[str, Any]
-"""Of Findings.record."""
+"""An entry of Findings.records."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """`gain`: how many times the tokens per second, by this visit; infinite for what is wrong rather than slow."""
+    """`gain`: factor of tokens per second in this visit; infinite for a correctness problem."""
 
     setting: str
     value: str
@@ -37,24 +37,24 @@ class Advice:
 
 
 def advice(records: Sequence[Record]) -> list[Advice]:
-    """The settings to change first. Pure: the same records, the same advice."""
-    found = [one for rule in RULES for one in rule(records)]
-    worth = [one for one in found if one.gain >= LEAST_GAIN]
+    """The settings to change first. A pure function of the records."""
+    candidates = [one for rule in RULES for one in rule(records)]
+    worthwhile = [one for one in candidates if one.gain >= LEAST_GAIN]
     best: dict[str, Advice] = {}
-    for one in sorted(worth, key=lambda one: -one.gain):
+    for one in sorted(worthwhile, key=lambda one: -one.gain):
         best.setdefault(one.setting, one)
     return list(best.values())[:MOST]
 
 
 def table(records: Sequence[Record], on_gpu: bool) -> Table:
-    """Of a report. Numbers of stand-ins say nothing, and the title says so."""
+    """The table for a report. If the numbers come from stand-ins, the title says that they are no advice."""
     rows = [one.row for one in advice(records)]
     title = "Advice: the settings to change first" + ("" if on_gpu else " (from stand-ins: no advice)")
     return Table(title, ["setting", "value", "tokens per second", "why"], rows or [["none", "", "", NOTHING]])
 
 
 def _of(records: Sequence[Record], kind: str, **fields: Any) -> list[Record]:
-    """Records of a kind with these fields and a rate that is one, in the order in which they were measured."""
+    """Records of a kind with these fields and a finite rate, in the order of measurement."""
     return [
         record
         for record in records
@@ -65,7 +65,7 @@ def _of(records: Sequence[Record], kind: str, **fields: Any) -> list[Record]:
 
 
 def _pairs(records: Iterable[Record], differing: str, *alike: str) -> list[tuple[Record, Record]]:
-    """Every two that are alike in these fields, the one with less of `differing` first."""
+    """All pairs of records that are equal in the fields `alike`, the one with the smaller `differing` first."""
     ordered = sorted(records, key=lambda record: record[differing])
     return [
         (low, high)
@@ -81,43 +81,44 @@ def _two(high: Record, what: str, name: str, low: Record) -> str:
 
 
 def _more_rows(records: Sequence[Record]) -> list[Advice]:
-    """A cache that holds the batch which decodes most."""
-    found = []
+    """A cache that holds the batch with the highest rate."""
+    result = []
     for low, high in _pairs(_of(records, "decoding"), "batch", "shape", "context", "adapters"):
         if low["batch"] >= 32:  # smaller ones are no rollout
             needed = high["batch"] * high["context"]
             why = _two(high, "sequences", "batch", low)
-            found.append(
+            result.append(
                 Advice("TINKER_LOCAL_KV_CACHE_TOKENS", f"at least {needed:,}", high["rate"] / low["rate"], why)
             )
-    return found
+    return result
 
 
 def _fewer_adapters(records: Sequence[Record]) -> list[Advice]:
-    found = []
+    result = []
     for none, many in _pairs(_of(records, "decoding"), "adapters", "shape", "context", "batch"):
         if none["adapters"] == 0:
             why = f"adapters take {1 - many['rate'] / none['rate']:.0%} of a step of {many['batch']} sequences"
-            found.append(Advice("rank of the adapters", "half of it", 1 + (none["rate"] / many["rate"] - 1) / 2, why))
-    return found
+            result.append(Advice("rank of the adapters", "half of it", 1 + (none["rate"] / many["rate"] - 1) / 2, why))
+    return result
 
 
 def _shared_prompts(records: Sequence[Record]) -> list[Advice]:
-    found = []
-    for own, shared in _pairs(_of(records, "training"), "shared", "shape", "tokens", "length"):
-        why = f"a prompt of eight is computed once: {number(shared['rate'])} tokens/s for {number(own['rate'])}"
-        found.append(Advice("completions of a prompt in one call", "8 or more", shared["rate"] / own["rate"], why))
-    return found
+    result = []
+    for separate, shared in _pairs(_of(records, "training"), "shared", "shape", "tokens", "length"):
+        why = f"a prompt of eight is computed once: {number(shared['rate'])} tokens/s for {number(separate['rate'])}"
+        gain = shared["rate"] / separate["rate"]
+        result.append(Advice("completions of a prompt in one call", "8 or more", gain, why))
+    return result
 
 
 def _larger_calls(records: Sequence[Record]) -> list[Advice]:
-    found = []
+    result = []
     for few, many in _pairs(_of(records, "training", shared=False), "tokens", "shape", "length"):
         why = _two(many, "tokens in a call", "tokens", few)
-        found.append(
+        result.append(
             Advice("tokens of a forward_backward call", f"{many['tokens']:,}", many["rate"] / few["rate"], why)
         )
-    return found
+    return result
 
 
 def _vllm(records: Sequence[Record]) -> list[Advice]:
@@ -133,11 +134,11 @@ def _vllm(records: Sequence[Record]) -> list[Advice]:
 
 
 def _agreement(records: Sequence[Record]) -> list[Advice]:
-    """NaN is no agreement either."""
+    """Advice if sampler and trainer disagree; NaN counts as disagreement."""
     return [
         Advice(
             "TINKER_LOCAL_DTYPE",
-            "float32, where the model fits",
+            "float32, if the model fits",
             math.inf,
             f"after {record['turns']} turns sampler and trainer are {record['kl']:.1e} nats a token apart, not {AGREEMENT.bound}",
         )

@@ -1,4 +1,4 @@
-"""How far sampler and trainer are apart in bfloat16, by depth; one whole GRPO step; where the time goes."""
+"""Difference of sampler and trainer logprobs in bfloat16, by depth; one whole GRPO step; profiles."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KERNELS = 25
 PROMPT_TOKENS = 32
 ROUNDED_TOKENS = 256
 PROFILED_TURNS = 4
-"""of the generator"""
+"""generator steps in a profile"""
 
 
 def run(visit: Visit) -> None:
@@ -42,7 +42,7 @@ def run(visit: Visit) -> None:
     ):
         longest = min(visit.scale.agreement_tokens, case.model.context_length - PROMPT_TOKENS)
         kl_by_depth(visit, "tiny_chat", case.engine, case.sampler(), longest, case.model)
-        del case  # with its cache, which takes most of the card
+        del case  # frees its cache, which takes most of the GPU's memory
     visit.free()
     model = random_model(visit.scale.agreement_shape, visit.device, torch.bfloat16)
     with LocalEngine.of(model, visit.rank) as engine:
@@ -69,10 +69,10 @@ def _random_kl(visit: Visit, engine: LocalEngine, model: BaseModel) -> None:
 def kl_by_depth(
     visit: Visit, name: str, engine: LocalEngine, sampler: SamplingClient, tokens: int, model: BaseModel
 ) -> None:
-    """Sample, score the same tokens with the trainer, and sum up the differences by position in the completion.
+    """Sample, score the same tokens with the trainer, and summarise the differences by position in the completion.
 
-    The estimate of KL(sampler || trainer) is the mean of exp(-d) - 1 + d with d = log q - log p (Schulman 2020, "k3"): it has
-    no bias and is never negative.
+    The estimate of KL(sampler || trainer) is the mean of exp(-d) - 1 + d with d = log q - log p (Schulman 2020, "k3"): unbiased
+    and never negative.
     """
     vocabulary = min(model.vocab_size, 1500)
     prompts = [random_tokens(vocabulary, PROMPT_TOKENS, seed=i) for i in range(max(1, visit.scale.agreement_rows // 8))]
@@ -106,7 +106,7 @@ def kl_by_depth(
 
 @torch.inference_mode()
 def rounding_alone(visit: Visit) -> None:
-    """What bfloat16 alone does to this random model, without this engine: the exact KL between two passes of transformers."""
+    """The effect of bfloat16 on this random model without this engine: the exact KL between passes of transformers."""
     module = random_module(shape_of(visit.scale.agreement_shape), visit.device, torch.bfloat16)
     rows = [random_tokens(min(module.config.vocab_size, 1500), ROUNDED_TOKENS, seed=i) for i in range(2)]
     tokens = torch.tensor(rows, device=visit.device)
@@ -115,28 +115,28 @@ def rounding_alone(visit: Visit) -> None:
         rows = [module(row[None], use_cache=False).logits[0].float().log_softmax(-1) for row in tokens]
         return torch.cat(rows)
 
-    found = {"sdpa, one sequence at a time": logprobs()}
+    passes = {"sdpa, one sequence at a time": logprobs()}
     together = module(tokens, use_cache=False).logits.flatten(0, 1).float()
-    found["sdpa, both in one batch"] = together.log_softmax(-1)
+    passes["sdpa, both in one batch"] = together.log_softmax(-1)
     module.set_attn_implementation("eager")
-    found["eager attention"] = logprobs()
+    passes["eager attention"] = logprobs()
     exact = module.float()
-    found["float32"] = logprobs()
+    passes["float32"] = logprobs()
     del exact
     add = visit.findings.table(
         f"transformers alone, {visit.scale.agreement_shape}, bfloat16: KL of its passes, exact, mean of {tokens.numel()} tokens",
         ["pass", "against", "KL", "median |d| of the likeliest token"],
     )
-    first, *others = found
+    first, *others = passes
     for name, other in [(first, other) for other in others] + [("eager attention", "float32")]:
-        p, q = found[name], found[other]
+        p, q = passes[name], passes[other]
         kl = float((p.exp() * (p - q)).sum(-1).mean())
         at = p.argmax(-1, keepdim=True)
         add([name, other, f"{kl:.1e}", f"{float((p - q).gather(1, at).abs().median()):.1e}"])
 
 
 def grpo_step(visit: Visit, engine: LocalEngine, model: BaseModel) -> None:
-    """Sample 8 x 8, reward, train, new snapshot: the seconds of each part, in the second of two steps."""
+    """Sample 8 x 8, train, take a new snapshot: the seconds of each part, in two steps."""
     workload = make_workload(model.vocab_size, visit.scale.grpo_tokens)
     sampler = engine.adapter_sampler()
     add = visit.findings.table(
@@ -161,7 +161,7 @@ def grpo_step(visit: Visit, engine: LocalEngine, model: BaseModel) -> None:
 
 
 def profile_decoding(visit: Visit, model: BaseModel) -> None:
-    """The kernels of a few decode steps, of the largest batch that fits beside the engine's own cache."""
+    """Profile a few decode steps of the largest batch that fits next to the engine's cache."""
     batch, context = max(visit.scale.batches), visit.scale.contexts[0]
     adapters = frozen_adapters(model, visit.rank, 1)
     generator = None
@@ -183,7 +183,7 @@ def profile_decoding(visit: Visit, model: BaseModel) -> None:
 
 
 def profile_training(visit: Visit, engine: LocalEngine, model: BaseModel) -> None:
-    """The kernels of one forward and backward pass."""
+    """Profile one forward and backward pass."""
     data = training_data(model.vocab_size, visit.scale.training_tokens[0], visit.scale.training_sequence, shared=False)
 
     state, worker = engine.training._run.state, engine.service._engine
@@ -191,7 +191,7 @@ def profile_training(visit: Visit, engine: LocalEngine, model: BaseModel) -> Non
     def call() -> None:
         finish(trainer.forward_backward(model, state, data, "cross_entropy", None, True))
 
-    def on_worker() -> None:  # the profiler sees the operators of its own thread only
+    def on_worker() -> None:  # the profiler sees only the operators of its own thread
         call()
         _kernel_table(visit, f"forward and backward, {visit.scale.training_tokens[0]:,} tokens", call)
 

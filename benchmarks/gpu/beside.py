@@ -1,4 +1,4 @@
-"""The same work beside other tools, in turns in one run: transformers with PEFT, and TRL and vLLM where installed."""
+"""The same work with other tools, interleaved in one run: transformers with PEFT, and TRL and vLLM if installed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OURS, VLLM = "ours, LoRA", "vLLM, LoRA"
 
 
 def run(visit: Visit) -> None:
-    """vLLM at larger shapes, where it is installed, and then the smallest one beside all tools."""
+    """Compare with vLLM at larger shapes, if it is installed, and then with all tools at the smallest shape."""
     for shape in visit.scale.vllm_shapes:
         if visit.findings.time_is_up:
             visit.findings.leave_out(f"vLLM beside, {shape}")
@@ -29,14 +29,14 @@ def run(visit: Visit) -> None:
 
 
 def vllm_python(visit: Visit) -> str | None:
-    """The Python that was named for vLLM, or this one if it has it."""
+    """The Python configured for vLLM, or this one if it has vLLM."""
     if visit.vllm_python is None and importlib.util.find_spec("vllm") is not None:
         return sys.executable
     return visit.vllm_python
 
 
 def beside_vllm(visit: Visit, shape: str) -> None:
-    """Completion tokens per second of 64 sequences, engine and vLLM in turns; a row that says so where there is no vLLM."""
+    """Completion tokens per second of 64 sequences, engine and vLLM interleaved; without vLLM, a row says so."""
     python, title = vllm_python(visit), f"vLLM beside, {shape}"
     if python is None:
         visit.findings.table(title, ["contender", "tokens/s"])(
@@ -48,16 +48,16 @@ def beside_vllm(visit: Visit, shape: str) -> None:
     add = visit.findings.table(title, ["contender", "tokens/s"])
     rates: dict[str, float] = {}
     for values in next(list(v) for v in report.measurements.values() if isinstance(v, list)):
-        found = Measurement.from_json(values)
-        if found.repetitions:
-            rates[found.name] = found.tokens_per_second.median
-        add([found.name, number(rates[found.name]) if found.repetitions else found.status])
+        measured = Measurement.from_json(values)
+        if measured.repetitions:
+            rates[measured.name] = measured.tokens_per_second.median
+        add([measured.name, number(rates[measured.name]) if measured.repetitions else measured.status])
     if {OURS, VLLM} <= rates.keys():
         visit.findings.record("beside vLLM", shape=shape, rate=rates[OURS], vllm=rates[VLLM])
 
 
 def _all_tools(visit: Visit) -> None:
-    """The benchmarks of sampling, training and GRPO steps with few repetitions; a peer that is missing has a row that says so."""
+    """The benchmarks of sampling, training and GRPO steps with few repetitions; rows for missing peers say so."""
     keys = _keys(visit)
     comparisons: tuple[tuple[str, Callable[[], Report]], ...] = (
         (
@@ -84,7 +84,7 @@ def _all_tools(visit: Visit) -> None:
 
 
 def _keys(visit: Visit) -> dict[str, Any]:
-    """Of every comparison."""
+    """The keys that all comparisons share."""
     return {
         "shape": visit.scale.peer_shape,
         "device": visit.device.type,

@@ -1,4 +1,4 @@
-"""One model in one dtype on the device, with what the checks of correctness need: clients, prompts, tolerances, a reference."""
+"""One model in one dtype on the device, with clients, prompts, tolerances and a reference for the checks of correctness."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ Array = npt.NDArray[np.floating[Any]]
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Largest accepted differences. In bfloat16 single tokens may be far off, so means and quantiles count there."""
+    """Bounds on differences. In bfloat16 single tokens may be far off, so only mean and quantile count there."""
 
     largest: float
-    """of one logprob"""
+    """largest |difference| of a logprob"""
     mean: float
-    """of |difference| of logprobs"""
+    """mean |difference| of logprobs"""
     quantile: float
-    """99.9 %"""
+    """99.9 % quantile of |difference| of logprobs"""
     gradient: float
-    """norm of the error of a matrix's gradient, as a share of the norm of the gradient"""
+    """||error|| / ||gradient|| of a matrix"""
     same_tokens: float
-    """share of sequences that must be equal alone and in a crowd"""
+    """share of sequences that must be equal alone and in a large batch"""
 
 
 TOLERANCES = {
@@ -58,26 +58,26 @@ TOLERANCES = {
 
 
 ROUNDINGS = 1.5
-"""In bfloat16 a mean may also be this many times what transformers' own pass is off by: a model with random weights passes
-rounding on from layer to layer, and two passes that round differently are up to the root of 2 times as far apart."""
+"""In bfloat16 a mean may also be this many times the error of transformers' own pass: random weights amplify rounding from layer
+to layer, and two passes that round differently are up to sqrt(2) times as far apart."""
 
 
 @cache
 def rounding(shape: str, layers: int, device: torch.device) -> float:
-    """Mean |difference| between the logprobs of transformers' own pass in bfloat16 over random tokens and of a float64 one."""
+    """Mean |difference| between the logprobs of transformers' passes in bfloat16 and in float64, on random tokens."""
     module = random_module(shape_of(shape, layers), device, torch.bfloat16)
     vocabulary = min(module.config.vocab_size, 1500)
     tokens = torch.tensor([random_tokens(vocabulary, 64, seed=5)], device=module.device)
     with torch.no_grad():
         logits = module(tokens, use_cache=False).logits[0, :-1].double().cpu()
         exact = in_float64(module)(tokens.cpu(), use_cache=False).logits[0, :-1]
-    own, wanted = (part.log_softmax(-1).gather(1, tokens[0, 1:, None].cpu()) for part in (logits, exact))
-    return float((own - wanted).abs().mean())
+    actual, expected = (part.log_softmax(-1).gather(1, tokens[0, 1:, None].cpu()) for part in (logits, exact))
+    return float((actual - expected).abs().mean())
 
 
 @dataclass(frozen=True)
 class Case:
-    """`training` has an adapter on every linear that changes every logit."""
+    """The model and its clients. `training` has an adapter on every linear, which changes every logit."""
 
     name: str
     scale: Scale
@@ -102,7 +102,7 @@ class Case:
         return self.engine.adapter_sampler()
 
     def compare(self, name: str, found: Sequence[float] | Array, expected: Sequence[float] | Array) -> None:
-        """Logprobs against logprobs: the largest difference in float32, mean and 99.9 % quantile in every dtype."""
+        """Check differences of logprobs: the largest one in float32, mean and 99.9 % quantile otherwise."""
         difference = np.abs(np.asarray(found, dtype=np.float64) - np.asarray(expected, dtype=np.float64))
         assert len(found) == len(expected) == difference.size > 0
         detail = (
@@ -116,16 +116,16 @@ class Case:
         self.findings.check(f"{self.name}: {name}, 99.9 %", float(np.quantile(difference, 0.999)), limit.quantile)
 
     def compare_gradients(self, name: str, found: Mapping[str, torch.Tensor], expected: Mapping[str, Array]) -> None:
-        """The worst matrix counts."""
+        """Check the gradients of all matrices by the worst one."""
         errors = gradient_errors(found, expected)
         worst = max(errors, key=lambda key: errors[key] if np.isfinite(errors[key]) else float("inf"))
         self.findings.check(f"{self.name}: {name}", errors[worst], self.tolerance.gradient, f"worst: {worst}")
 
 
 def gradient_errors(found: Mapping[str, torch.Tensor], expected: Mapping[str, Array]) -> dict[str, float]:
-    """Of each matrix the norm of the error over the norm of the expected gradient.
+    """||error|| / ||expected gradient|| of each matrix.
 
-    A matrix with less than 1e-3 of the largest norm is measured against that, since rounding dominates it.
+    Norms below 1e-3 of the largest are replaced by that value, because rounding dominates such matrices.
     """
     norms = {key: float(np.linalg.norm(value)) for key, value in expected.items()}
     floor = 1e-3 * max(norms.values())
@@ -139,7 +139,7 @@ def gradient_errors(found: Mapping[str, torch.Tensor], expected: Mapping[str, Ar
 def open_case(
     name: str, scale: Scale, device: torch.device, dtype: torch.dtype, rank: int, findings: Findings
 ) -> Iterator[Case]:
-    """`tiny_chat`, or a random model of the scale's shape, cut to a few layers."""
+    """Open `tiny_chat`, or a random model of the scale's shape with few layers."""
     path, tolerance = Path(EXAMPLE_MODEL) if name == "tiny_chat" else None, TOLERANCES[dtype]
     if path is not None:
         model = load_model(str(path), device, dtype)
@@ -151,7 +151,7 @@ def open_case(
         model = adopt_module(
             f"random/{scale.correctness_shape}", random_module(shape, device, dtype), word_tokenizer(shape.vocab)
         )
-    vocabulary = min(model.vocab_size, 1500)  # tiny_chat's special tokens lie behind
+    vocabulary = min(model.vocab_size, 1500)  # tiny_chat's special tokens have larger ids
     prompts = [random_tokens(vocabulary, length, seed=length) for length in PROMPT_LENGTHS]
     label = f"{name} {str(dtype).removeprefix('torch.')}"
     with (
@@ -178,14 +178,14 @@ def environment(**values: str) -> Iterator[None]:
 
 
 class Float64(Reference):
-    """transformers' own model on the CPU in float64, with the weights that the device has (rounded as they are there)."""
+    """transformers' model on the CPU in float64, with the (rounded) weights of the device."""
 
     def __init__(self, case: Case):
         self.model = in_float64(case.model.module)
 
 
 def in_float64(module: PreTrainedModel) -> PreTrainedModel:
-    """transformers' own model on the CPU, with the weights of this one."""
+    """transformers' model on the CPU in float64, with the weights of `module`."""
     config = copy.deepcopy(module.config)  # the new model writes its attention into it
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="eager")
     model.load_state_dict({name: value.detach().cpu().double() for name, value in module.state_dict().items()})

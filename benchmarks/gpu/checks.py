@@ -1,4 +1,4 @@
-"""What every model is asked when it is loaded on a GPU (engine/cuda/selfcheck.py), with the numbers that a user does not see."""
+"""The checks that run when a model is loaded on a GPU (engine/cuda/selfcheck.py), with the numbers that users do not see."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(visit: Visit) -> None:
 
 
 def _check(visit: Visit, name: str) -> None:
-    with mock.patch.object(models, "start", lambda model: None):  # it would ask without telling
+    with mock.patch.object(models, "start", lambda model: None):  # it would run the checks without reporting numbers
         model = random_model(name, visit.device, visit.dtype)
     execution = CudaExecution(model, graphs_for(visit.device))
     add = visit.findings.table(

@@ -1,4 +1,4 @@
-"""Does the engine compute on this device what it computes on a CPU in float64?"""
+"""Compare the engine's results on this device with a float64 reference on the CPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.gpu.case import open_case
 from benchmarks.gpu.visit import Visit
 
 CHECKS = (*sampling_checks.CHECKS, *training_checks.CHECKS, *state_checks.CHECKS)
-"""Each takes a case and adds its findings. One that raises is a failed check, and the others go on."""
+"""Each takes a case and adds its findings. One that raises counts as a failed check, and the others still run."""
 
 
 def run(visit: Visit) -> None:

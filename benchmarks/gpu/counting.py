@@ -1,4 +1,4 @@
-"""What one call asks of the device: kernels launched, waits of the host, and the most expensive kernels."""
+"""Device activity of one call: kernel launches, waits of the host, and the most expensive kernels."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 """Calls of the CUDA runtime in which the host waits for the device."""
 
 READ_BACK = "_local_scalar_dense"
-"""What `.item()`, `bool()` and `.tolist()` of a tensor become; on a GPU each is a wait."""
+"""Operator behind `.item()`, `bool()` and `.tolist()` of a tensor; on a GPU each is a wait."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """On a GPU: kernel launches (graph launches count once) and waits. On a CPU, in their place: operators and read-backs."""
+    """On a GPU: kernel launches (graph launches count once) and waits. On a CPU, instead: operators and read-backs."""
 
     launches: int
     waits: int
@@ -42,7 +42,7 @@ def count_step(device: torch.device, action: Callable[[], object]) -> Counts:
 
 
 class _Operators(TorchDispatchMode):
-    """Counts operators that compute something; views are free."""
+    """Counts operators, except views, and read-backs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,17 +56,17 @@ class _Operators(TorchDispatchMode):
 
 
 def top_kernels(device: torch.device, action: Callable[[], object], count: int) -> list[tuple[str, int, float, float]]:
-    """(name, calls, milliseconds, share of all) of the most expensive kernels, or operators on a CPU, of one run."""
+    """(name, calls, milliseconds, share of the total) of the most expensive kernels, or operators on a CPU, in one run."""
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=activities) as profiler:
         action()
         if on_gpu:
             torch.cuda.synchronize(device)
-    wanted = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    device_type = DeviceType.CUDA if on_gpu else DeviceType.CPU
     rows = []
     for event in profiler.key_averages():
-        if event.device_type != wanted:
+        if event.device_type != device_type:
             continue
         microseconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         if microseconds > 0:

@@ -1,4 +1,4 @@
-"""What each part of a decode step is worth: the same burst of the same rows again and again, one thing off at a time."""
+"""Ablation of a decode step: the same burst of the same rows, with one part off at a time."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ COLUMNS = ["off", "ms/token", "x of the time with", "launches/token", "waits/tok
 
 @dataclass(frozen=True)
 class DecodeVariation(Variation):
-    """`captured`: a step that can be; else it is compared with the whole path without capture."""
+    """`captured`: the variation can be captured; otherwise it is compared with the full path without capture."""
 
     captured: bool = True
     steps: int = BURST
-    """between two looks of the host"""
+    """steps between two host synchronisations"""
     adapters: bool = True
 
     @property
-    def beside(self) -> str:
+    def baseline(self) -> str:
         return ALL_ON if self.captured or self.off == UNCAPTURED else UNCAPTURED
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds, launches and waits of a token of all rows, and what the first burst gave."""
+    """Seconds, launches and waits per token of all rows, and the result of the first burst."""
 
     seconds: float
     launches: float
@@ -61,11 +61,11 @@ class Measured:
 
 
 def variations(model: BaseModel, execution: CudaExecution, context: int) -> list[DecodeVariation]:
-    """In order; what others are compared with comes before them."""
+    """The variations in order; each comes after its baseline."""
     pages = pages_for(context + BURST)
 
     def narrow(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tables: torch.Tensor, *rest: object):
-        # Plain torch gathers whole tables, of which the most part is empty.
+        # Plain torch gathers whole tables, which are mostly empty.
         return plain.paged_attention(query, keys, values, tables[:, :pages].contiguous(), *rest)  # pyright: ignore
 
     def kernel(name: str, by: Callable[..., object]) -> Callable[[], AbstractContextManager[object]]:
@@ -106,7 +106,7 @@ def _rounded(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def run(visit: Visit, name: str, model: BaseModel, execution: CudaExecution) -> None:
-    """One row for each variation, and one for the engine's reference."""
+    """Add a row for each variation, and one for the engine's reference."""
     cell = mark_cell(visit, 0)
     add = visit.findings.table(
         f"Parts of decoding, {name}, {visit.dtype_name}: batch {cell.batch}, context {cell.context}, {cell.adapters} adapters, "
@@ -121,7 +121,7 @@ def run(visit: Visit, name: str, model: BaseModel, execution: CudaExecution) -> 
     assert isinstance(generator, BurstGenerator)
     generator._allocate_ahead(generator._batches.next_batch(generator._running))
     rows = [_decode_row(row) for row in generator._running]
-    found: dict[str, Measured] = {}
+    results: dict[str, Measured] = {}
     for variation in variations(model, execution, cell.context):
         if visit.findings.time_is_up:
             visit.findings.leave_out(f"parts of decoding: {variation.off}")
@@ -131,8 +131,8 @@ def run(visit: Visit, name: str, model: BaseModel, execution: CudaExecution) -> 
             add([variation.off, missing])
             continue
         try:
-            found[variation.off] = _measured(visit, generator, rows, variation)
-            row = _row(variation.off, variation.beside, found)
+            results[variation.off] = _measured(visit, generator, rows, variation)
+            row = _row(variation.off, variation.baseline, results)
         except Exception as error:
             row = [variation.off, describe(error)]
         visit.free()
@@ -140,8 +140,8 @@ def run(visit: Visit, name: str, model: BaseModel, execution: CudaExecution) -> 
     del generator
     visit.free()
     with reference(model, execution):
-        found[ALL] = _of_the_reference(visit, model, adapters, cell)
-    add(_row(ALL, ALL_ON, found))
+        results[ALL] = _measured_reference(visit, model, adapters, cell)
+    add(_row(ALL, ALL_ON, results))
 
 
 def _measured(
@@ -150,20 +150,20 @@ def _measured(
     if not variation.adapters:
         rows = [replace(row, request=replace(row.request, weights=None)) for row in rows]
     with variation.setting():
-        # A decoder of its own: its slots and its captured steps are those of this variation.
+        # A separate decoder, with the slots and captured steps of this variation.
         graphs = generator.decoder._graphs if variation.captured else Uncaptured()
         model, limit = generator._model, generator.decoder.state.tables.shape[1] * PAGE_TOKENS
         decoder = Decoder(model, generator._cache, graphs, limit)
         burst = decoder.run(rows, variation.steps)  # captures
-        looks = visit.scale.bursts * BURST // variation.steps
-        times = [_seconds(visit, lambda: decoder.run(rows, variation.steps)) for _ in range(looks)]
+        runs = visit.scale.bursts * BURST // variation.steps
+        times = [_seconds(visit, lambda: decoder.run(rows, variation.steps)) for _ in range(runs)]
         counts = count_step(visit.device, lambda: decoder.run(rows, variation.steps))
     per = variation.steps
     kept = burst if variation.adapters else None
     return Measured(statistics.median(times) / per, counts.launches / per, counts.waits / per, kept)
 
 
-def _of_the_reference(visit: Visit, model: BaseModel, adapters: Sequence, cell: Cell) -> Measured:
+def _measured_reference(visit: Visit, model: BaseModel, adapters: Sequence, cell: Cell) -> Measured:
     turns = visit.scale.bursts * BURST
     generator = started(visit, model, adapters, cell, turns + 3)
     generator.step()
@@ -179,18 +179,18 @@ def _seconds(visit: Visit, action: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def _row(off: str, beside: str, found: dict[str, Measured]) -> list[str]:
-    own, other = found[off], found.get(beside)
-    ratio = "" if other is None else f"{own.seconds / other.seconds:.2f}"
-    ratio += f" (without {beside})" if ratio and beside != ALL_ON else ""
-    counts = number(own.launches), number(own.waits)
-    return [off, f"{1e3 * own.seconds:.2f}", ratio, *counts, _difference(own, found.get(ALL_ON))]
+def _row(off: str, baseline: str, results: dict[str, Measured]) -> list[str]:
+    measured, other = results[off], results.get(baseline)
+    ratio = "" if other is None else f"{measured.seconds / other.seconds:.2f}"
+    ratio += f" (without {baseline})" if ratio and baseline != ALL_ON else ""
+    counts = number(measured.launches), number(measured.waits)
+    return [off, f"{1e3 * measured.seconds:.2f}", ratio, *counts, _difference(measured, results.get(ALL_ON))]
 
 
-def _difference(own: Measured, all_on: Measured | None) -> str:
-    """Largest difference of a logprob of the first step, among rows that drew the same token, and how many did not."""
-    if own.burst is None or all_on is None or all_on.burst is None or own is all_on:
+def _difference(measured: Measured, all_on: Measured | None) -> str:
+    """Largest difference of a logprob in the first step among rows with the same token, and the number of other rows."""
+    if measured.burst is None or all_on is None or all_on.burst is None or measured is all_on:
         return ""
-    same = own.burst.tokens[0] == all_on.burst.tokens[0]
-    largest = np.abs(own.burst.logprobs[0] - all_on.burst.logprobs[0])[same].max(initial=0.0)
+    same = measured.burst.tokens[0] == all_on.burst.tokens[0]
+    largest = np.abs(measured.burst.logprobs[0] - all_on.burst.logprobs[0])[same].max(initial=0.0)
     return f"{largest:.1e}" + (f", {int((~same).sum())} other tokens" if not same.all() else "")

@@ -32,7 +32,7 @@ from tinker_local_backend.engine.sampling.requests import SamplingRequest
 from tinker_local_backend.engine.sampling.sampler import SamplingResult, Ticket
 
 SHARE_FOR_CACHE = 0.85
-"""of the free memory; the rest is for the activations of a pass"""
+"""share of the free memory; the rest is for the activations of a pass"""
 
 
 @dataclass(frozen=True)
@@ -50,18 +50,18 @@ class Cell:
 
 @dataclass(frozen=True)
 class Speed:
-    """Median, shortest and longest time of a token for all rows, in seconds; what the host does for it."""
+    """Median, shortest and longest time per token of all rows, in seconds, and the host's launches and waits."""
 
     median: float
     low: float
     high: float
     counts: Counts
-    """of one turn of the generator, which gives `tokens` tokens to each row"""
+    """of one generator step, which samples `tokens` tokens per row"""
     tokens: int
 
 
 def run(visit: Visit) -> None:
-    """Every shape with every batch, context and number of adapters; the most telling ones first."""
+    """Measure every shape with every batch, context and number of adapters; the most informative ones first."""
     scale = visit.scale
     for name in scale.decoding_shapes:
         if visit.findings.time_is_up:
@@ -91,7 +91,7 @@ def run(visit: Visit) -> None:
 
 
 def cells(visit: Visit, shape: str) -> Iterator[Cell]:
-    """Those of the marks first, and for all shapes but the first one no others. An adapter needs a row."""
+    """The cells of the marks first, and for shapes after the first only these. There are at most as many adapters as rows."""
     scale = visit.scale
     marked = [mark_cell(visit, i) for i in range(len(scale.mark_batches))]
     yield from marked
@@ -103,7 +103,7 @@ def cells(visit: Visit, shape: str) -> Iterator[Cell]:
 
 
 def mark_cell(visit: Visit, index: int) -> Cell:
-    """Where marks.DECODE_MARKS[index] is measured."""
+    """The cell in which marks.DECODE_MARKS[index] is measured."""
     return Cell(visit.scale.mark_batches[index], visit.scale.contexts[0], max(visit.scale.adapters))
 
 
@@ -143,7 +143,7 @@ def _figures(
 
 
 def step_bytes(shape: Shape, rank: int, cell: Cell, itemsize: int) -> float:
-    """Bytes that a step must read at least: all weights once, every adapter once, every row's keys and values."""
+    """Minimum bytes that a step reads: all weights once, every adapter once, every row's keys and values."""
     weights = (shape.parameters + cell.adapters * shape.adapter_parameters(rank)) * itemsize
     return weights + cell.batch * cell.context * shape.kv_bytes_per_token(itemsize)
 
@@ -151,10 +151,10 @@ def step_bytes(shape: Shape, rank: int, cell: Cell, itemsize: int) -> float:
 def measure(
     visit: Visit, model: BaseModel, adapters: Sequence[Adapter], cell: Cell, eager_too: bool = False
 ) -> tuple[Speed, float | None]:
-    """Time the turns of the engine's own generator. The cache holds `context` tokens on average.
+    """Time steps of the engine's own generator. The cache holds `context` tokens on average.
 
-    The second result is, with `eager_too`, the time of a token when Python runs the same step of a generator that captures.
-    Raises MemoryError when the batch does not fit.
+    With `eager_too`, the second result is the time per token of the same steps without capture. Raises MemoryError if the batch
+    does not fit.
     """
     turns = visit.scale.bursts
     generator = started(visit, model, adapters, cell, turns=2 * turns + 3)
@@ -171,18 +171,18 @@ def measure(
 
 
 def uncapture(generator: BurstGenerator) -> None:
-    """From now on Python runs its steps."""
+    """Make the generator run its steps without capture."""
     generator.decoder._graphs = Uncaptured()
     generator.decoder._captured.clear()
 
 
 def started(visit: Visit, model: BaseModel, adapters: Sequence[Adapter], cell: Cell, turns: int) -> Generator:
-    """A generator in which the whole batch runs and can take so many turns, with `context` tokens in the middle of them.
+    """A generator with the whole batch running and room for `turns` steps, with `context` tokens halfway through them.
 
-    Each row has a prompt of its own: the keys of a common one would be read once for all rows. Prompts are admitted as ever,
-    but nothing computes them: what the cache holds (zeros) does not matter for the time that reading it takes.
+    Each row has a different prompt, because the keys of a shared one would be read once for all rows. Prompts are admitted as
+    usual but not computed: the contents of the cache (zeros) do not affect the time to read it.
 
-    Raises MemoryError when the batch does not fit.
+    Raises MemoryError if the batch does not fit.
     """
     tokens = turns * (BURST if is_captured(model) else 1) + 2
     before = max(1, cell.context - tokens // 2)
@@ -205,7 +205,7 @@ def started(visit: Visit, model: BaseModel, adapters: Sequence[Adapter], cell: C
         prompt = tuple(random_tokens(model.vocab_size, before, seed=i))
         request = SamplingRequest(prompt, kinds[i * len(kinds) // cell.batch], 1, max_tokens=tokens, seed=i)
         generator.add(Ticket(request, complete, lambda: False))
-    generator._recover = _raise  # what fails is this row's result: nothing begins again
+    generator._recover = _raise  # an error is this row's result: nothing is retried
     joined = mock.patch.object(model, "hidden_states", nothing), mock.patch.object(generator, "_decode", lambda: None)
     with joined[0], joined[1]:
         while generator.stats.running < cell.batch:

@@ -1,4 +1,4 @@
-"""The table of equality: what each part of the CUDA path changes in logprobs and gradients, all beside a masked float64 model.
+"""Effect of each part of the CUDA path on logprobs and gradients, compared with a masked float64 model.
 
 python -m benchmarks.gpu only=equality
 """
@@ -34,16 +34,16 @@ WAYS: Mapping[str, Sequence[str]] = {
     "joined layers": (LAYERS,),
     "all parts": PARTS,
 }
-"""Rows of the table, by the parts that are on."""
+"""Row of the table -> the parts that are on."""
 
 TOKENS, SAMPLES, TEMPERATURE = 24, 2, 0.8
 MOST_OTHER_TOKENS = 0.1
-"""Share of sequences that may draw another token than the reference somewhere, in float32; in bfloat16 rounding decides often."""
+"""Share of sequences in which a token may differ from the reference's, in float32; in bfloat16 rounding often flips tokens."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """What one way gives: sampled tokens and logprobs, the trainer's logprobs per datum, and its gradients by matrix."""
+class Results:
+    """Results with one set of parts: sampled tokens and logprobs, the trainer's logprobs, and its gradients by matrix."""
 
     tokens: list[list[int]]
     sampled: list[np.ndarray]
@@ -53,16 +53,16 @@ class Found:
 
 @dataclass(frozen=True)
 class Truth:
-    """The same tokens in float64."""
+    """The reference in float64."""
 
     sampled: Callable[[Sequence[Sequence[int]]], list[np.ndarray]]
-    """of completions, in the order of `Found.tokens`"""
+    """logprobs of completions, in the order of `Results.tokens`"""
     trained: np.ndarray
     gradients: dict[str, np.ndarray]
 
 
 def run(visit: Visit) -> None:
-    """On a random model, in float32 and in bfloat16."""
+    """Compare on a random model, in float32 and in bfloat16."""
     add = visit.findings.table(
         "Equality: differences from the masked float64 model on the CPU, which has the same (rounded) weights",
         ["dtype", "what runs", "sampled logprobs: mean |d|", "largest", "trained logprobs: mean |d|", "largest",
@@ -70,7 +70,7 @@ def run(visit: Visit) -> None:
     )  # fmt: skip
     for dtype in (torch.float32, torch.bfloat16):
         truth: Truth | None = None
-        plain: Found | None = None
+        plain: Results | None = None
         name = str(dtype).removeprefix("torch.")
         for way, parts in WAYS.items():
             if visit.findings.time_is_up:
@@ -78,24 +78,24 @@ def run(visit: Visit) -> None:
                 continue
             with visit.findings.guarded(f"equality: {name}, {way}"), _opened(visit, dtype, parts) as case:
                 truth = truth or _truth(case)
-                found = _found(case)
-                plain = plain or found
-                add([name, way, *_row(visit.findings, f"{name}, {way}", case, found, truth, plain)])
+                results = _results(case)
+                plain = plain or results
+                add([name, way, *_row(visit.findings, f"{name}, {way}", case, results, truth, plain)])
             visit.free()
 
 
 @contextmanager
 def _opened(visit: Visit, dtype: torch.dtype, parts: Sequence[str]) -> Iterator[Case]:
-    """A case whose model runs these parts, unchecked."""
+    """A case whose model runs these parts, without the checks at start."""
 
     def start(model: BaseModel) -> Execution:
         off = {part: "not in this row" for part in PARTS if part not in parts}
         return CudaExecution(model, graphs_for(model.device), off) if parts else Reference()
 
-    own = Findings("equality")  # what `Case` itself would report
+    discarded = Findings("equality")  # findings of `Case` itself
     with (
         mock.patch.object(models, "start", start),
-        open_case("random", visit.scale, visit.device, dtype, visit.rank, own) as case,
+        open_case("random", visit.scale, visit.device, dtype, visit.rank, discarded) as case,
     ):
         yield case
 
@@ -104,7 +104,7 @@ def _data(case: Case) -> list[tinker.Datum]:
     return policy_or_weights("cross_entropy", min(case.model.vocab_size, 1500))
 
 
-def _found(case: Case) -> Found:
+def _results(case: Case) -> Results:
     params = tinker.SamplingParams(max_tokens=TOKENS, temperature=TEMPERATURE, seed=7, stop=[])
     sampler = case.sampler()
     futures = [sampler.sample(tinker.ModelInput.from_ints(prompt), SAMPLES, params) for prompt in case.prompts]
@@ -112,7 +112,7 @@ def _found(case: Case) -> Found:
     output = case.training.forward_backward(_data(case), "cross_entropy").result()
     trained = np.concatenate([record["logprobs"].to_numpy() for record in output.loss_fn_outputs])
     sampled = [np.array(sequence.logprobs, dtype=np.float64) for sequence in sequences]
-    return Found([list(sequence.tokens) for sequence in sequences], sampled, trained, take_gradients(case))
+    return Results([list(sequence.tokens) for sequence in sequences], sampled, trained, take_gradients(case))
 
 
 def _truth(case: Case) -> Truth:
@@ -128,19 +128,19 @@ def _truth(case: Case) -> Truth:
     return Truth(sampled, np.concatenate(logprobs), gradients)
 
 
-def _row(findings: Findings, name: str, case: Case, found: Found, truth: Truth, plain: Found) -> list[str]:
-    sampled = np.abs(np.concatenate(found.sampled) - np.concatenate(truth.sampled(found.tokens)))
-    trained = np.abs(found.trained - truth.trained)
+def _row(findings: Findings, name: str, case: Case, results: Results, truth: Truth, plain: Results) -> list[str]:
+    sampled = np.abs(np.concatenate(results.sampled) - np.concatenate(truth.sampled(results.tokens)))
+    trained = np.abs(results.trained - truth.trained)
     limit = case.tolerance
     for what, difference in (("sampled", sampled), ("trained", trained)):
         findings.check(f"equality: {name}: {what} logprobs, mean", float(difference.mean()), limit.mean)
         if np.isfinite(limit.largest):
             findings.check(f"equality: {name}: {what} logprobs, largest", float(difference.max()), limit.largest)
-    gradient = float(np.max(list(gradient_errors(found.gradients, truth.gradients).values())))  # NaN stays
+    gradient = float(np.max(list(gradient_errors(results.gradients, truth.gradients).values())))  # NaN stays
     findings.check(f"equality: {name}: gradient", gradient, limit.gradient)
-    same = sum(mine == theirs for mine, theirs in zip(found.tokens, plain.tokens, strict=True))
+    same = sum(mine == theirs for mine, theirs in zip(results.tokens, plain.tokens, strict=True))
     if case.model.dtype == torch.float32:
-        other = 1 - same / len(found.tokens)
+        other = 1 - same / len(results.tokens)
         findings.check(f"equality: {name}: sequences with other tokens", other, MOST_OTHER_TOKENS)
     numbers = (sampled.mean(), sampled.max(), trained.mean(), trained.max(), gradient)
-    return [*(f"{number:.1e}" for number in numbers), f"{same} of {len(found.tokens)}"]
+    return [*(f"{number:.1e}" for number in numbers), f"{same} of {len(results.tokens)}"]

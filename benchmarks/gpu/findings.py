@@ -1,4 +1,4 @@
-"""What a section found, kept in a file from the first row on, so that a section that is cut off loses nothing."""
+"""Results of a section, saved to a file after every row, so that an interrupted section loses nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RUNNING, COMPLETE = "running", "complete"
 
 @dataclass(frozen=True)
 class Check:
-    """Something that must hold: `measured` at most `bound`, or a yes-or-no question (then both are None)."""
+    """A condition: `measured` at most `bound`, or a boolean one (then both are None)."""
 
     name: str
     ok: bool
@@ -34,10 +34,10 @@ class Check:
 
 @dataclass
 class Findings:
-    """One section: its checks, tables and raw values. Every addition is written to `path` at once.
+    """Checks, tables and raw values of one section. Every addition is written to `path` at once.
 
-    `limit` is the number of seconds that the section may take; whoever has a list of things to measure asks `time_is_up`
-    between two of them and says with `leave_out` what was not done.
+    `limit` is the number of seconds that the section may take. Code with a list of measurements checks `time_is_up` between them,
+    and records skipped ones with `leave_out`.
     """
 
     section: str
@@ -56,30 +56,30 @@ class Findings:
         return time.monotonic() - self._started > self.limit
 
     def mark(self, key: str, value: float) -> None:
-        """What was measured for a mark (marks.py)."""
+        """Record the value for a mark (marks.py)."""
         measured = self.data.setdefault("marks", {})
         assert isinstance(measured, dict)
         measured[key] = value
         self.save()
 
     def record(self, kind: str, **values: str | float | bool) -> None:
-        """What a row of a table says, as numbers: advice.py reads them."""
+        """Record the numbers of a table row, for advice.py."""
         records = self.data.setdefault("records", [])
         assert isinstance(records, list)
         records.append({"kind": kind, **values})
         self.save()
 
     def leave_out(self, what: str) -> None:
-        """Note something that was not measured because the time was up."""
+        """Record a measurement that was skipped because the time was up."""
         self.left_out.append(what)
         self.save()
 
     def check(self, name: str, measured: float, bound: float, detail: str = "") -> None:
-        """A number that must not exceed a bound; NaN does."""
+        """Add a check that a number does not exceed a bound; NaN fails."""
         self._add(Check(name, measured <= bound, float(measured), float(bound), detail))
 
     def require(self, name: str, ok: bool, detail: str = "") -> None:
-        """A question whose answer must be yes."""
+        """Add a boolean check."""
         self._add(Check(name, bool(ok), detail=detail))
 
     def _add(self, check: Check) -> None:
@@ -91,14 +91,14 @@ class Findings:
 
     @contextmanager
     def guarded(self, name: str) -> Iterator[None]:
-        """What raises within is a failed check of this name, and the section goes on."""
+        """An exception in the block becomes a failed check of this name, and the section continues."""
         try:
             yield
         except Exception as error:
             self._add(Check(name, False, detail=describe(error)))
 
     def table(self, title: str, columns: Sequence[str]) -> Callable[[Sequence[str]], None]:
-        """A new table. Returns what adds a row to it."""
+        """Start a table. Returns a function that adds a row to it."""
         table = Table(title, list(columns), [])
         self.tables.append(table)
         print(f"  {title}", flush=True)
@@ -133,7 +133,7 @@ class Findings:
 
 
 def describe(error: BaseException) -> str:
-    """One line that names the error and, for running out of memory, says so."""
+    """The error in one line, marked if it is out of memory."""
     what = "out of memory: " if out_of_memory(error) else ""
     text = (str(error).strip().splitlines() or [""])[0][:200]
     return f"{what}{type(error).__name__}: {text}"

@@ -1,4 +1,4 @@
-"""What the machine is and what it can do at most."""
+"""Facts about the machine, and its peak rates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.report import number
 
 
 def run(visit: Visit) -> None:
-    """Facts and the three rates that later sections divide by (`copy`, `bfloat16`, `float32`)."""
+    """Record facts, and the three rates that later sections divide by (`copy`, `bfloat16`, `float32`)."""
     add = visit.findings.table("Machine", ["what", "value"])
     for row in facts(visit.device):
         add(row)

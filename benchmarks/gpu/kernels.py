@@ -1,6 +1,6 @@
 """Each kernel of the CUDA path alone, at the shapes of a model: time, and bytes per second as a share of the copy's rate.
 
-Decode attention and the kernels of adapters and of limits are also timed with other blocks, stages and warps.
+The kernels of decode attention, adapters and truncation are also timed with other blocks, stages and warps.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from tinker_local_backend.engine.cuda.adapter_slots import SLOTS, padded_rank, r
 from tinker_local_backend.engine.model.kv_cache import PAGE_TOKENS
 
 DECODE_SHAPES = ((64, 1024), (256, 1024), (8, 8192), (1, 32768))
-"""Rows and context of decode attention; the first is also the one of which variants are timed."""
+"""Rows and context of decode attention; variants are timed at the first and the last."""
 
 TRAINED_TOKENS = 16384
 
 CAPTURED_BELOW = 64e6
-"""bytes"""
+"""Bytes below which a kernel is timed in a CUDA graph."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """`run` launches it; it must move `bytes` at least."""
+    """`run` launches the kernel; `bytes` is the minimum that it must move."""
 
     name: str
     size: str
@@ -45,7 +45,7 @@ class Kernel:
 
 
 def run(visit: Visit) -> None:
-    """The kernels of the first decoding shape, then variants of those that read most."""
+    """Time the kernels of the first decoding shape, then variants of those that read most."""
     shape = shape_of(visit.scale.decoding_shapes[0])
     add = visit.findings.table(
         f"Kernels alone, {visit.scale.decoding_shapes[0]}, {visit.dtype_name}: least bytes over the time",
@@ -71,8 +71,8 @@ def _figures(visit: Visit, kernel: Kernel) -> list[str]:
 
 
 def _seconds(visit: Visit, kernel: Kernel) -> float | None:
-    """Median of repeated runs; None on a CPU, where it runs once. A large kernel finds nothing in the L2 cache; one that is
-    shorter than its launch is captured many times in a graph."""
+    """Median of repeated runs; None on a CPU, where it runs once. Large kernels run with a cold L2 cache; small ones, which are
+    shorter than their launch, run many times in a graph."""
     if not visit.on_gpu:
         kernel.run()
         return None
@@ -133,7 +133,7 @@ def _lora(visit: Visit, name: str, rows: int, adapters: int, features: int, ends
 
 
 def _between(visit: Visit, shape: Shape, tokens: int, backward: bool = False) -> Iterator[Kernel]:
-    """What a layer computes between its products."""
+    """The kernels between the matrix products of a layer."""
     item, size = visit.dtype.itemsize, f"{tokens:,} tokens"
     delta, weight = _random(visit, tokens, shape.hidden), _random(visit, shape.hidden)
     x = delta.float()
@@ -163,7 +163,7 @@ def _between(visit: Visit, shape: Shape, tokens: int, backward: bool = False) ->
 
 
 def limits(visit: Visit, shape: Shape, rows: int) -> Iterator[Kernel]:
-    """Top-p alone and after top-k, by the kernel and by sorting, which it has replaced."""
+    """Top-p alone and after top-k, with the kernel and with the sort that it replaced."""
     probs = torch.randn(rows, shape.vocab, device=visit.device).mul_(3).softmax(-1)
     top_p, min_p = torch.full((rows,), 0.95, device=visit.device), torch.zeros(rows, device=visit.device)
     for name, k in (("top-p", 0), ("top-k and top-p", 50)):
@@ -174,7 +174,7 @@ def limits(visit: Visit, shape: Shape, rows: int) -> Iterator[Kernel]:
 
 
 def _variants(visit: Visit, shape: Shape) -> None:
-    """Other constants of the launchers; the fastest first."""
+    """Time other constants of the launchers; the fastest first."""
     from tinker_local_backend.engine.cuda import choice_kernels, lora_kernels, paged_attention_kernels
 
     attention = _attention(visit, shape, *DECODE_SHAPES[0])

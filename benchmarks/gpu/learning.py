@@ -1,4 +1,4 @@
-"""Does training learn: a random model is fine-tuned on a fixed text, and its loss is written down step by step; beside TRL's."""
+"""Check that training learns: a random model is fine-tuned on a fixed text, and its loss curve is compared with TRL's."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from benchmarks.peers.trl_learning import losses_of_trl
 from benchmarks.workload import TrainingSequence, random_tokens
 
 RATE = 10 * LEARNING_RATE
-"""Of LoRA on a text that repeats at every step."""
+"""Learning rate of LoRA on a text that repeats at every step."""
 
 LEARNT = 0.9
-"""Share of the first loss that the last one must be under: a step that does nothing leaves all of it."""
+"""Bound on last loss / first loss; 1 if steps do nothing."""
 
 APART = 0.03
-"""How far two trainers' losses may be apart at a step, as a share of the first loss: their adapters begin with other random
-numbers. Half the rate, or twice, is more than 0.1 apart where the curve is steep."""
+"""Bound on the difference of two trainers' losses at a step, as a share of the first loss: their initial adapters differ. With
+half or twice the rate the difference exceeds 0.1 where the curve is steep."""
 
 ROWS = 8
-"""of the table, spread over the steps"""
+"""rows of the table, spread over the steps"""
 
 
 def run(visit: Visit) -> None:
-    """The engine's curve, TRL's where it is installed, and whether they fall alike."""
+    """Record the engine's curve and, if it is installed, TRL's, and compare them."""
     scale, findings = visit.scale, visit.findings
     sequences = text(shape_of(scale.learning_shape), *scale.learning_text)
     curves = {"this engine": own_losses(visit, sequences)}
@@ -56,7 +56,7 @@ def run(visit: Visit) -> None:
 
 
 def judge(visit: Visit, curves: Mapping[str, Sequence[float]]) -> None:
-    """The checks of the curves, by name; TRL's is one to be near to."""
+    """Check that every curve falls, and that the engine's is close to TRL's."""
     for name, losses in curves.items():
         visit.findings.check(f"learning, {name}: last loss as a share of the first", losses[-1] / losses[0], LEARNT)
     if "TRL" in curves:
@@ -78,7 +78,7 @@ def own_losses(visit: Visit, sequences: Sequence[TrainingSequence]) -> list[floa
     losses = []
     with LocalEngine.of(model, visit.rank) as engine:
         for _ in range(visit.scale.learning_steps):
-            # The losses are sums, and TRL's a mean: Adam makes the same step of both, but for its epsilon.
+            # The losses are sums, and TRL's are means: Adam takes the same step for both, except for its epsilon.
             output = engine.training.forward_backward(data, "cross_entropy").result()
             engine.training.optim_step(tinker.AdamParams(learning_rate=RATE)).result()
             losses.append(output.metrics["loss:sum"] / tokens)

@@ -1,4 +1,4 @@
-"""What this engine wants to reach on one H100 or H200, beside what was measured."""
+"""Performance goals of this engine on one H100 or H200, compared with measurements."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STAND_IN = "stand-in, not a measurement"
 
 @dataclass(frozen=True)
 class Mark:
-    """`bound` is a least value, or with `is_limit` a largest one; `unit` is "" for a share."""
+    """A goal: `bound` is a minimum, or with `is_limit` a maximum; `unit` is "" for a share."""
 
     key: str
     what: str
@@ -22,7 +22,7 @@ class Mark:
     is_limit: bool = False
 
     def reached(self, value: float) -> bool:
-        """NaN reaches nothing."""
+        """Whether a value reaches the goal; NaN does not."""
         return value <= self.bound if self.is_limit else value >= self.bound
 
     def shown(self, value: float) -> str:
@@ -30,7 +30,7 @@ class Mark:
 
 
 def percent(share: float) -> str:
-    """NaN: what it would be divided by was not measured."""
+    """A share as a percentage. NaN means that its denominator was not measured."""
     return NOT_MEASURED if math.isnan(share) else f"{share:.0%}"
 
 
@@ -51,7 +51,7 @@ MARKS = (*DECODE_MARKS, TRAINING_SHARE, TRAINING_TOKENS, AGREEMENT)
 
 
 def table(measured: Mapping[str, float], on_gpu: bool) -> Table:
-    """Each mark with what was measured (by its key), and whether that reaches it."""
+    """Each mark with its measured value (by key), and whether it is reached."""
     rows = []
     for mark in MARKS:
         value = measured.get(mark.key, math.nan)

@@ -17,23 +17,23 @@ from tinker_local_backend.engine.model.lora_spec import LoraSpec
 from tinker_local_backend.engine.models import adopt_module
 
 ENTROPY_NATS = 2.5
-"""of the next token: about what trained models have at temperature 1"""
+"""mean entropy of the next token, similar to that of trained models at temperature 1"""
 
 PROBED_TOKENS = 64
 
 
 def shape_of(name: str, layers: int | None = None, positions: int = 0) -> Shape:
-    """A shape of the benchmarks, cut to `layers` layers if that is given, with a context of at least so many positions."""
+    """A shape of the benchmarks, with at most `layers` layers, and a context of at least `positions`."""
     shape = SHAPES[name]
     shape = replace(shape, max_positions=max(positions, shape.max_positions))
     return shape if layers is None else replace(shape, layers=min(layers, shape.layers))
 
 
 def random_module(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int = 0) -> PreTrainedModel:
-    """transformers' own module with random weights, made on the device.
+    """transformers' module with random weights, created on the device.
 
-    A fresh model is nearly uniform over its vocabulary, which hides every error of rounding. So the last norm, and with it the
-    logits, is scaled up until the next token has ENTROPY_NATS on average.
+    A freshly initialised model is nearly uniform over its vocabulary, which hides rounding errors. So the last norm, and with it
+    the logits, is scaled up until the next token has ENTROPY_NATS on average.
     """
     config = model_config(shape)
     devices = [device] if device.type == "cuda" else []
@@ -73,7 +73,7 @@ def random_model(
 
 
 def fill_adapter(adapter: Adapter, seed: int, size: float = 0.02) -> None:
-    """B matrices that change every logit; the head's are smaller, because its logits are large."""
+    """Fill the B matrices so that every logit changes; the head's are smaller, because its logits are large."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, matrix in sorted(adapter.b.items()):
@@ -82,7 +82,7 @@ def fill_adapter(adapter: Adapter, seed: int, size: float = 0.02) -> None:
 
 
 def frozen_adapters(model: BaseModel, rank: int, count: int) -> Sequence[Adapter]:
-    """Snapshots of so many different adapters."""
+    """Snapshots of `count` different adapters."""
     adapters = [model.new_adapter(LoraSpec(rank), seed) for seed in range(count)]
     for seed, adapter in enumerate(adapters):
         fill_adapter(adapter, seed)

@@ -1,4 +1,4 @@
-"""Each part of the CUDA path on and off, all others on: what it is worth, and that it changes nothing but the time."""
+"""Each part of the CUDA path on and off, with all others on: its gain, and a check that results do not change."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tinker_local_backend.engine.cuda.execution import CudaExecution
 
 
 def run(visit: Visit) -> None:
-    """On the first shape: decoding at the first mark's batch and context, then training."""
+    """Measure the first shape: decoding at the first mark's batch and context, then training."""
     name = visit.scale.decoding_shapes[0]
     model = random_model(name, visit.device, visit.dtype)
     if not isinstance(model.execution, CudaExecution):

@@ -1,6 +1,6 @@
-"""Is every tensor of a decode step and a training pass on the device, and where does the engine read from it?
+"""Check that all tensors of a decode step and a training pass are on the device, and list where the host reads from it.
 
-With a GPU the actions run there. Without one they run on a pretended GPU (pretended_gpu.py), which refuses what mixes devices.
+Without a GPU the actions run on a pretended one (pretended_gpu.py), which refuses operations on mixed devices.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ READS = ("__bool__", "__int__", "__index__", "__float__", "item", "tolist", "num
 
 
 def run(visit: Visit) -> None:
-    """No mixed devices; read-backs are listed."""
+    """Check for mixed devices, and list read-backs."""
     add = visit.findings.table(
         "Where the host reads from the device (each is a wait), per action", ["action", "what", "where", "times"]
     )
-    for found in examine(visit.device if visit.on_gpu else None):
-        detail = f"{found.place}: {found.error}" if found.error else ""
-        visit.findings.require(f"placement: {found.action}", found.error is None, detail[:400])
-        for (what, place), count in found.reads.items():
-            add([found.action, what, place, str(count)])
+    for examined in examine(visit.device if visit.on_gpu else None):
+        detail = f"{examined.place}: {examined.error}" if examined.error else ""
+        visit.findings.require(f"placement: {examined.action}", examined.error is None, detail[:400])
+        for (what, place), count in examined.reads.items():
+            add([examined.action, what, place, str(count)])
 
 
 @dataclass
 class Examined:
-    """What one action did: the error with its place in the engine, and the reads by (function, place)."""
+    """Result of one action: the error with its place in the engine, and the read-backs by (function, place)."""
 
     action: str
     reads: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -65,8 +65,8 @@ class Examined:
 
 
 def examine(device: torch.device | None) -> Iterator[Examined]:
-    """A decode step and a training pass of each loss on this GPU; None pretends one."""
-    # On a pretended GPU the check at start leaves to the reference what is a kernel.
+    """Run a decode step, and a training pass of each loss, on this GPU; None: on a pretended one."""
+    # On a pretended GPU the check at start replaces kernels by the reference.
     checked = mock.patch.object(models, "start", checked_execution)
     with pretend() if device is None else nullcontext(), checked if device is None else nullcontext():
         device = device or GPU
@@ -83,8 +83,8 @@ def examine(device: torch.device | None) -> Iterator[Examined]:
 
 
 def _examined(action: str, prepare: Callable[[], Callable[[], None]]) -> Examined:
-    found = Examined(action)
-    reads = ReadBacks(found.reads)
+    examined = Examined(action)
+    reads = ReadBacks(examined.reads)
     try:
         with mock.patch.object(Generator, "_recover", _raise):
             act = prepare()
@@ -92,18 +92,18 @@ def _examined(action: str, prepare: Callable[[], Callable[[], None]]) -> Examine
                 act()
     except Exception as error:
         frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(ENGINE)]
-        found.error = f"{type(error).__name__}: {error}"
-        found.place = _place(frames[-1].filename, frames[-1].lineno) if frames else "outside the engine"
-    return found
+        examined.error = f"{type(error).__name__}: {error}"
+        examined.place = _place(frames[-1].filename, frames[-1].lineno) if frames else "outside the engine"
+    return examined
 
 
 def _raise(generator: Generator, affected: Any, rows: int, error: Exception) -> None:
-    """In place of the generator's recovery, which would hide where an error came from."""
+    """Replaces the generator's recovery, which would hide the origin of an error."""
     raise error
 
 
 class ReadBacks(TorchFunctionMode):
-    """Writes down where tensors of a GPU are read by the host."""
+    """Records where the host reads tensors of a GPU."""
 
     def __init__(self, places: Counter[tuple[str, str]]) -> None:
         super().__init__()
@@ -118,8 +118,8 @@ class ReadBacks(TorchFunctionMode):
 
 
 def _to_the_host(name: str, args: Any, kwargs: Any) -> bool:
-    wanted = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, str | torch.device)]
-    return name == "to" and any(torch.device(value).type == "cpu" for value in wanted)
+    devices = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, str | torch.device)]
+    return name == "to" and any(torch.device(value).type == "cpu" for value in devices)
 
 
 def _place_of(frame: Any) -> str:

@@ -1,4 +1,4 @@
-"""Prompts: new ones, long ones, and those that begin in the cache; and what memory a rollout leaves behind that shrinks."""
+"""Prefill of new prompts, long prompts and prompts with a cached prefix; and memory left reserved by a shrinking rollout."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tinker_local_backend.engine.model.base_model import BaseModel
 
 @dataclass(frozen=True)
 class Prompts:
-    """`count` prompts of `length` tokens, whose first `cached` are in the cache."""
+    """`count` prompts of `length` tokens, of which the first `cached` are in the cache."""
 
     count: int
     length: int
@@ -30,7 +30,7 @@ class Prompts:
 
 
 def run(visit: Visit) -> None:
-    """On the first decoding shape, with an adapter on every linear."""
+    """Measure the first decoding shape, with an adapter on every linear."""
     model = random_model(visit.scale.decoding_shapes[0], visit.device, visit.dtype)
     with LocalEngine.of(model, visit.rank, train_unembed=True) as engine:
         fill_adapter(engine.training._run.state.adapter, seed=1)
@@ -67,7 +67,7 @@ def _measured(sampler: SamplingClient, prompts: Prompts, seed: int) -> float:
 
 
 def _pool(visit: Visit, engine: LocalEngine, model: BaseModel, sampler: SamplingClient) -> None:
-    """Rows that end one after the other, so that a step is captured for every size of batch."""
+    """Measure memory with rows that end one after the other, so that a step is captured for every batch size."""
     rows = max(visit.scale.batches)
     add = visit.findings.table(
         f"A rollout that shrinks from {rows} rows to one: memory of the process on the device",

@@ -1,7 +1,7 @@
-"""A GPU that is not there: tensors in the CPU's memory that say they are on one and refuse what torch refuses there.
+"""A pretended GPU: tensors in CPU memory that report a GPU as their device, and refuse what torch refuses there.
 
-Arithmetic of two tensors on different devices, or a NumPy view of one that is not on the CPU, is an error on a GPU only. Here
-it is one on any machine. What torch does below Python is not seen, nor how fast or how exact a GPU is.
+Arithmetic of tensors on different devices, or a NumPy view of a tensor that is not on the CPU, fails only on a GPU. Here it fails
+on any machine. Errors below Python, speed and rounding of a real GPU do not show.
 """
 
 import os
@@ -35,11 +35,11 @@ _to = torch._C.TensorBase.to
 
 
 class DeviceMistake(RuntimeError):
-    """What would fail on a GPU."""
+    """An operation that would fail on a GPU."""
 
 
 class OnGpu(torch.Tensor):
-    """A tensor on the pretended GPU. Whatever is computed from one is one too, except `cpu()`, `to("cpu")` and numbers."""
+    """A tensor on the pretended GPU. Results of operations on it are too, except `cpu()`, `to("cpu")` and numbers."""
 
     device = property(lambda self: GPU)  # pyright: ignore[reportAssignmentType]
     is_cuda = property(lambda self: True)  # pyright: ignore[reportAssignmentType]
@@ -53,9 +53,9 @@ class OnGpu(torch.Tensor):
             return _plain(args[0])
         if name == "to":
             return _moved(*args, **kwargs)
-        strangers = [t for t in _tensors((args, kwargs)) if not isinstance(t, OnGpu) and t.dim() > 0]
-        if strangers and name not in ("copy_", "__getitem__", "__get__", "__set__"):  # an index may be on the CPU
-            raise DeviceMistake(f"{name} of tensors on the GPU and one of shape {tuple(strangers[0].shape)} on the CPU")
+        on_cpu = [t for t in _tensors((args, kwargs)) if not isinstance(t, OnGpu) and t.dim() > 0]
+        if on_cpu and name not in ("copy_", "__getitem__", "__get__", "__set__"):  # an index may be on the CPU
+            raise DeviceMistake(f"{name} of tensors on the GPU and one of shape {tuple(on_cpu[0].shape)} on the CPU")
         if name == "mm" and "out_dtype" in kwargs:  # a CPU has no such product
             return _wide_product(*args, **kwargs)
         if "device" in kwargs:
@@ -85,7 +85,7 @@ def _is_gpu(device: Any) -> bool:
 
 
 def _made(factory: Callable[..., torch.Tensor], *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
-    """The result of a function that was told a device (None: that of its arguments)."""
+    """The result of a factory function with a device argument (None: the device of its arguments)."""
     there = _is_gpu(device) or (device is None and any(isinstance(t, OnGpu) for t in _tensors(args)))
     with torch._C.DisableTorchFunctionSubclass():
         made = factory(*args, **kwargs) if there or device is None else factory(*args, device=device, **kwargs)
@@ -93,7 +93,7 @@ def _made(factory: Callable[..., torch.Tensor], *args: Any, device: Any = None, 
 
 
 def _moved(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Tensor.to in all its forms: a device, a dtype, both, or another tensor that has both."""
+    """Tensor.to in all its forms: with a device, a dtype, both, or another tensor."""
     device, rest = kwargs.pop("device", None), []
     for value in args:
         if isinstance(value, torch.Tensor):
@@ -109,12 +109,12 @@ def _moved(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     with torch._C.DisableTorchFunctionSubclass():
         moved = _to(tensor, *rest, **kwargs) if rest or kwargs else tensor
         if there != isinstance(tensor, OnGpu) and moved is tensor:
-            moved = tensor.clone()  # another device is other memory
+            moved = tensor.clone()  # on another device it would be a copy
     return _tagged(moved) if there else _plain(moved)
 
 
 def _module_moved(self: nn.Module, device: Any) -> nn.Module:
-    """Module.to(device), with parameters that several modules share still shared."""
+    """Module.to(device), which keeps shared parameters shared."""
     moved: dict[int, torch.Tensor] = {}
     for module in self.modules():
         for table in (module._parameters, module._buffers):
@@ -133,10 +133,10 @@ def _wide_product(
 
 @contextmanager
 def pretend() -> Iterator[None]:
-    """Within: torch makes tensors on a pretended `cuda`, in every thread, and the engine runs there: its reference, as graphs
-    and kernels need a real one.
+    """Inside the context torch creates tensors on a pretended `cuda`, in every thread, and the engine runs its reference there,
+    because graphs and kernels need a real GPU.
     """
-    _device._device_constructors()  # remembers the functions that are replaced below
+    _device._device_constructors()  # caches the functions that are replaced below
     original_module_to = nn.Module.to
 
     def module_to(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
@@ -160,7 +160,7 @@ def pretend() -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch.cuda, "is_available", lambda: True))
         stack.enter_context(mock.patch.object(torch.cuda, "device_count", lambda: 1))
         stack.enter_context(mock.patch.object(torch.cuda, "get_device_name", lambda device=None: "a pretended GPU"))
-        # Checkpointing compares devices of what it keeps, below Python, where these tensors are on the CPU.
+        # Checkpointing compares devices below Python, where these tensors are on the CPU.
         without_device = {"default": lambda tensor: (tensor.shape, tensor.dtype)}
         stack.enter_context(mock.patch.object(checkpointing, "_allowed_determinism_checks_to_fns", without_device))
         stack.enter_context(mock.patch.dict(os.environ, TINKER_LOCAL_DEVICE="cuda"))

@@ -1,4 +1,4 @@
-"""Is what the sampler reports true, and does it depend on nothing that it should not depend on?"""
+"""Check that the sampler's logprobs are right, and that samples do not depend on the rest of the batch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _input(tokens: list[int]) -> tinker.ModelInput:
 
 
 def sampled_equals_teacher_forced(case: Case) -> None:
-    """Ragged prompts, every kind of sampling: the reported logprobs are those of the trainer's pass at that temperature."""
+    """For ragged prompts and all sampling settings, reported logprobs equal those of the trainer's pass at that temperature."""
     sampler = case.sampler()
     for fields in SAMPLING:
         futures = [sampler.sample(_input(prompt), SAMPLES, _params(7, **fields)) for prompt in case.prompts]
@@ -58,7 +58,7 @@ def sampled_equals_teacher_forced(case: Case) -> None:
 
 
 def adapters_in_one_batch(case: Case) -> None:
-    """Rows of three adapters and of the base model in one batch, in turns: each as its own trainer scores it."""
+    """Interleaved rows of three adapters and the base model in one batch: each has the logprobs of its own trainer."""
     clients = [case.training]
     for seed in (11, 12):
         client = case.engine.service.create_lora_training_client(case.model.name, rank=8, seed=seed).result()
@@ -98,9 +98,9 @@ def prompt_logprobs(case: Case) -> None:
 
 
 def seeds_alone_and_in_a_crowd(case: Case) -> None:
-    """A seed draws the same tokens whatever else is in the batch, as far as rounding allows."""
+    """A seed gives the same tokens whatever else is in the batch, up to rounding."""
     sampler = case.sampler()
-    # A low temperature leaves few draws near a border between two tokens, where rounding may decide.
+    # At a low temperature few draws are close to the border between two tokens, where rounding decides.
     chosen = [(prompt, seed) for prompt in case.prompts for seed in range(4)]
     alone = [
         sampler.sample(_input(prompt), 1, _params(seed, temperature=0.5)).result().sequences[0].tokens
@@ -112,10 +112,9 @@ def seeds_alone_and_in_a_crowd(case: Case) -> None:
     for future in crowd:
         future.result()
     same = float(np.mean([left == right for left, right in zip(alone, together, strict=True)]))
-    lost = 1 - same
     case.findings.check(
         f"{case.name}: seeds alone and in a crowd, share of sequences that differ",
-        lost,
+        1 - same,
         1 - case.tolerance.same_tokens,
         f"{len(chosen)} sequences of {TOKENS} tokens",
     )
@@ -124,12 +123,12 @@ def seeds_alone_and_in_a_crowd(case: Case) -> None:
 
 
 EXACT_ROWS, EXACT_CACHE = 8, 4096
-"""Rows of a step, and tokens of the cache, of the generator of the next check."""
+"""Rows per step, and cache tokens, of the generator in `exact_rows`."""
 
 
 def exact_rows(case: Case) -> None:
-    """With steps of one size and prompts on their own a sample has the same bits alone and in a crowd. No library promises that;
-    this tells whether their products keep it on this device."""
+    """With steps of a fixed size and separate prefills a sample has the same bits alone and in a large batch. No library
+    guarantees this; the check shows whether matrix products on this device do."""
     execution = case.model.execution
     if not (isinstance(execution, CudaExecution) and execution.runs(DECODING)):
         return
@@ -169,7 +168,7 @@ def sampler_group(sampler: SamplingClient, prompt: list[int]) -> list[list[int]]
 
 
 def snapshots_are_frozen(case: Case) -> None:
-    """Training after a snapshot changes nothing in it, and a new one shows the change."""
+    """Training does not change an earlier snapshot, and a new snapshot has the change."""
     sampler = case.sampler()
     tokens = [*case.prompts[2], *case.prompts[0]]
     before = _scores(sampler, tokens)

@@ -1,4 +1,4 @@
-"""How much a visit measures: real shapes on a GPU, tiny ones where the command itself is tried on a CPU."""
+"""Sizes of a visit's measurements: real shapes on a GPU, tiny ones to try the command on a CPU."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ class Scale:
     name: ScaleName
     correctness_shape: str
     correctness_layers: int
-    """layers of the random model whose losses a float64 model on the CPU computes again"""
+    """layers of the random model whose losses a float64 model on the CPU recomputes"""
     decoding_shapes: tuple[str, ...]
-    """the first one in all cells, the others where the marks are"""
+    """the first one is measured in all cells, the others in those of the marks"""
     mark_batches: tuple[int, ...]
     """in the order of marks.DECODE_MARKS, with the first context and the most adapters"""
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
     adapters: tuple[int, ...]
     bursts: int
-    """measured ones of a cell"""
+    """measured bursts of a cell"""
     long_contexts: tuple[tuple[int, int], ...]
     """(batch, context) of the first shape, with the most adapters"""
     prompts: tuple[tuple[int, int, int], ...]
-    """number, tokens, and those in the cache, of the section `prefill`; the first are short"""
+    """(number of prompts, tokens, cached tokens) of the section `prefill`; the first ones are short"""
     training_shapes: tuple[str, ...]
     """the first one with all numbers of tokens, the others with the largest"""
     training_tokens: tuple[int, ...]
@@ -41,11 +41,11 @@ class Scale:
     agreement_rows: int
     agreement_tokens: int
     depths: tuple[int, ...]
-    """upper borders of the ranges of completion positions in which differences are summed up"""
+    """upper bounds of the ranges of completion positions for which differences are summarised"""
     turns: tuple[int, int, int, int]
-    """number, tokens of an observation, sampled tokens, and conversations, of the section `turns`"""
+    """(turns, tokens of an observation, sampled tokens, conversations) of the section `turns`"""
     turn_borders: tuple[int, ...]
-    """numbers of the turns behind which its table has another row"""
+    """turns after which its table has a row"""
     grpo_tokens: int
     learning_shape: str
     learning_steps: int
@@ -55,7 +55,7 @@ class Scale:
     peer_tokens: int
     peer_repetitions: int
     vllm_shapes: tuple[str, ...]
-    """shapes that vLLM samples beside the engine, where it is installed"""
+    """shapes for the comparison with vLLM, if it is installed"""
 
 
 SCALES: dict[str, Scale] = {

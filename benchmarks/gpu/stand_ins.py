@@ -1,6 +1,6 @@
-"""Where there is no GPU: models run the CUDA path with what stands in for it on a CPU.
+"""Without a GPU, models run the CUDA path with stand-ins on a CPU.
 
-Steps are recorded and replayed without Python in place of a CUDA graph, and kernels are plain torch.
+Steps are recorded and replayed without Python instead of in a CUDA graph, and kernels are plain torch.
 """
 
 import os
@@ -23,13 +23,13 @@ from tinker_local_backend.engine.model.attention import Execution
 from tinker_local_backend.engine.model.base_model import BaseModel
 
 CACHE_TOKENS = 1 << 10
-"""The stand-in for the attention kernel gathers as many tokens for each row as its table could hold."""
+"""Small, because the stand-in for the attention kernel gathers all tokens that a row's table could hold."""
 
 
 @contextmanager
 def stand_ins() -> Iterator[None]:
-    """Within: every model gets the CUDA path, unchecked (the section `checks` asks it, once for each), and on a CPU a small
-    cache: that path allocates all of it at once.
+    """Inside the context every model gets the CUDA path without its checks (the section `checks` runs them once per model), and
+    on a CPU a small cache, because that path allocates all of it at once.
     """
     small: dict[str, str] = {}
 
@@ -44,7 +44,7 @@ def stand_ins() -> Iterator[None]:
 
 @contextmanager
 def varlen_on_a_cpu() -> Iterator[None]:
-    """Within: torch's `varlen_attn` also takes tensors on the CPU, in any dtype."""
+    """Inside the context torch's `varlen_attn` also accepts CPU tensors, in any dtype."""
     on_cuda: Any = varlen.varlen_attn
 
     @wraps(on_cuda)
@@ -69,18 +69,18 @@ def _plain_varlen(
     window_size: tuple[int, int],
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """varlen_attn sequence by sequence: the last query of a sequence is at the position of its last key."""
+    """varlen_attn sequence by sequence; the last query of a sequence has the position of its last key."""
     outputs = []
     ends = zip(cu_seq_q.tolist(), cu_seq_q.tolist()[1:], cu_seq_k.tolist(), cu_seq_k.tolist()[1:], strict=False)
     for first_q, last_q, first_k, last_k in ends:
         q, k, v = query[first_q:last_q], key[first_k:last_k], value[first_k:last_k]
         positions = torch.arange(len(k) - len(q), len(k), device=q.device)[:, None]
         keys = torch.arange(len(k), device=q.device)[None]
-        seen = keys <= positions
+        visible = keys <= positions
         if window_size[0] >= 0:
-            seen &= keys >= positions - window_size[0]
+            visible &= keys >= positions - window_size[0]
         q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
-        outputs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True)[0])
+        outputs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=True)[0])
     return torch.cat(outputs, dim=1).transpose(0, 1)
 
 
@@ -98,14 +98,14 @@ _FROM_PYTHON = ("lift_fresh", "lift_fresh_copy")
 
 
 class RecordedGraphs:
-    """The stand-in: records the operations of a step with their tensors, and runs them again."""
+    """The stand-in for CUDA graphs: records the operations of a step with their tensors, and replays them."""
 
     def __init__(self) -> None:
         self.epoch = 0
         self._any = False
 
     def release(self) -> bool:
-        """Steps that were recorded go on working, but nobody may use them."""
+        """Invalidate recorded steps (they would still run). Returns whether there were any."""
         self.epoch += 1
         released, self._any = self._any, False
         return released
@@ -131,7 +131,7 @@ class _Recording(TorchDispatchMode):
         if name in _WAITS:
             raise CaptureError(f"{name} waits for the device: a captured step cannot")
         if name in _FROM_PYTHON:
-            raise CaptureError("a tensor made from Python values: it would be the one of the capture for ever")
+            raise CaptureError("a tensor made from Python values: every replay would use the value at capture")
         with self:  # in inference mode, torch also passes composite operations here
             whole = func.decompose(*args, **kwargs)
         if whole is not NotImplemented:

@@ -1,4 +1,4 @@
-"""Saving, loading, other tools' reading of what was saved, and running out of memory."""
+"""Checks of saving, loading, PEFT's use of saved adapters, and out-of-memory recovery."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from tinker_local_backend.engine.model.base_model import BaseModel
 T = TypeVar("T")
 
 SHARE_OF_NEED = 0.6
-"""of the memory that a call takes when it has enough is what it gets when memory is short on a GPU"""
+"""share of a call's peak memory that it gets in the out-of-memory checks on a GPU"""
 
 STAND_IN_TOKENS = 150
-"""tokens of a pass above which a CPU, whose allocator has no limit, refuses in its place"""
+"""tokens of a pass that are refused instead on a CPU, whose allocator has no limit"""
 
 
 def save_and_load(case: Case) -> None:
-    """A saved state goes on as the client that saved it: the same logprobs, and the same after one more step."""
+    """A saved state continues like the client that saved it: the same logprobs, also after one more step."""
     train_a_step(case.training, case.prompts, 1e-3)
     path = case.training.save_state("visit", overwrite=True).result().path
     loaded = case.engine.service.create_training_client_from_state_with_optimizer(path).result()
@@ -45,7 +45,7 @@ def save_and_load(case: Case) -> None:
 
 
 def peft_agrees(case: Case) -> None:
-    """The saved adapter, loaded by PEFT onto transformers' own model on the device, gives the trainer's logprobs."""
+    """The saved adapter, loaded by PEFT onto transformers' model on the device, gives the trainer's logprobs."""
     import peft
 
     folder = case.engine.save_adapter()
@@ -67,7 +67,7 @@ def peft_agrees(case: Case) -> None:
 
 
 def out_of_memory_in_training(case: Case) -> None:
-    """A call that does not fit is divided, says so, and gives the gradient of one that fits."""
+    """A call that does not fit into memory is split, logs a warning, and gives the same gradient."""
     length = 300 if case.model.device.type == "cuda" else 40
     data = group(case, members=6, prompt=length, completion=length // 2)
 
@@ -75,16 +75,16 @@ def out_of_memory_in_training(case: Case) -> None:
         case.training.forward_backward(data, "cispo").result()
         return take_gradients(case)
 
-    expected, need = _needing(case, call)
+    expected, need = _with_peak_memory(case, call)
     with short_of_memory(case, need) as warnings:
-        found = call()
+        gradients = call()
     _require_warning(case, "training", warnings)
-    wanted = {key: value.double().cpu().numpy() for key, value in expected.items()}
-    case.compare_gradients("gradient after running out of memory", found, wanted)
+    reference = {key: value.double().cpu().numpy() for key, value in expected.items()}
+    case.compare_gradients("gradient after running out of memory", gradients, reference)
 
 
 def out_of_memory_in_sampling(case: Case) -> None:
-    """A prefill that does not fit is begun again with fewer sequences; every request is answered, truthfully."""
+    """A prefill that does not fit into memory is retried with fewer sequences; every request is answered, with right logprobs."""
     length = 400 if case.model.device.type == "cuda" else 60
     vocabulary = min(case.model.vocab_size, 1500)
     prompts = [random_tokens(vocabulary, length + i, seed=i) for i in range(6)]
@@ -92,11 +92,11 @@ def out_of_memory_in_sampling(case: Case) -> None:
     params = tinker.SamplingParams(max_tokens=4, seed=1, stop=[])
 
     def call() -> list[tinker.SampledSequence]:
-        teacher_forced(case.training, case.prompts)  # a training call: nothing is left in the cache
+        teacher_forced(case.training, case.prompts)  # a training call, which empties the cache
         futures = [sampler.sample(tinker.ModelInput.from_ints(prompt), 1, params) for prompt in prompts]
         return [future.result().sequences[0] for future in futures]
 
-    _, need = _needing(case, call)
+    _, need = _with_peak_memory(case, call)
     with short_of_memory(case, need) as warnings:
         sequences = call()
     _require_warning(case, "sampling", warnings)
@@ -105,8 +105,8 @@ def out_of_memory_in_sampling(case: Case) -> None:
     case.compare("sampled after running out of memory", [lp for s in sequences for lp in s.logprobs or []], expected)
 
 
-def _needing(case: Case, call: Callable[[], T]) -> tuple[T, int]:
-    """What the call returns with enough memory, and the bytes that it took at its highest (0 on a CPU)."""
+def _with_peak_memory(case: Case, call: Callable[[], T]) -> tuple[T, int]:
+    """The call's result with enough memory, and its peak memory in bytes (0 on a CPU)."""
     if case.model.device.type != "cuda":
         return call(), 0
     torch.cuda.reset_peak_memory_stats(case.model.device)
@@ -119,15 +119,15 @@ def _require_warning(case: Case, what: str, warnings: list[str]) -> None:
     case.findings.require(
         f"{case.name}: out of memory in {what} is provoked and survived",
         any("out of memory" in text for text in warnings),
-        warnings[-1] if warnings else "it never ran out: the check says nothing",
+        warnings[-1] if warnings else "memory never ran out: the check has no result",
     )
 
 
 @contextmanager
 def short_of_memory(case: Case, need: int) -> Iterator[list[str]]:
-    """Within, the device gives only a part of `need` bytes more than it has given; yields the engine's warnings.
+    """Inside the context only a part of `need` bytes can still be allocated; yields the engine's warnings.
 
-    On a GPU the allocator itself refuses. On a CPU, where it has no limit, passes above STAND_IN_TOKENS are refused.
+    On a GPU the allocator is limited. On a CPU, where it has no limit, passes above STAND_IN_TOKENS are refused.
     """
     warnings: list[str] = []
 
@@ -152,7 +152,7 @@ def _limited(device: torch.device, need: int) -> Iterator[None]:
         reserved, total = torch.cuda.memory_reserved(device), torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, reserved / total), device)
         try:
-            ballast = _what_is_left(device)  # else the gaps between tensors would hold what is needed
+            ballast = _fill_reserved(device)  # otherwise gaps between tensors could satisfy the call
             limit = torch.cuda.memory_reserved(device) + SHARE_OF_NEED * need
             torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
             yield
@@ -175,8 +175,8 @@ def _limited(device: torch.device, need: int) -> Iterator[None]:
         yield
 
 
-def _what_is_left(device: torch.device) -> list[torch.Tensor]:
-    """Tensors that fill what the allocator has reserved and not given out, down to blocks of a megabyte."""
+def _fill_reserved(device: torch.device) -> list[torch.Tensor]:
+    """Tensors that fill the reserved but unallocated memory, down to blocks of a megabyte."""
     taken, size = [], 2**30
     while size >= 2**20:
         try:

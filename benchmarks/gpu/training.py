@@ -24,8 +24,8 @@ from benchmarks.workload import TrainingSequence, random_tokens
 from tinker_local_backend.engine.model.base_model import BaseModel
 
 OPERATIONS_PER_WEIGHT = 4
-"""per token: 2 forward, 2 backward to the inputs. Frozen weights get no gradient; attention, adapters, recomputation and
-padding are left out, so the true load of the device is higher."""
+"""per token: 2 forward, 2 backward to the inputs. Frozen weights get no gradient; attention, adapters, recomputation and padding
+are not counted, so the actual load of the device is higher."""
 
 
 PUBLISHED = {
@@ -33,12 +33,12 @@ PUBLISHED = {
     ("qwen3-4b", 65536): "4,160 tokens/s, 42 GiB",
     ("qwen3-0.6b", 16384): "13,300 tokens/s",
 }
-"""What prime-rl says of LoRA of rank 16 with every layer recomputed, by shape and tokens of a sequence (of 0.6B not how many)."""
+"""prime-rl's published numbers for LoRA of rank 16 with all layers recomputed, by shape and sequence length (0.6B: unknown)."""
 
 
 @dataclass(frozen=True)
 class Pass:
-    """What one forward_backward took. Peak memory in bytes, None on a CPU."""
+    """Cost of one forward_backward. Peak memory in bytes, None on a CPU."""
 
     seconds: float
     tokens: int
@@ -48,7 +48,7 @@ class Pass:
 
 
 def run(visit: Visit) -> None:
-    """Every shape and number of tokens, each sequence alone and eight completions to a prompt."""
+    """Measure every shape and number of tokens, with one and with eight completions per prompt."""
     scale = visit.scale
     for name in scale.training_shapes:
         if visit.findings.time_is_up:
@@ -103,7 +103,7 @@ def _rate(shape: Shape, result: Pass) -> float:
 
 
 def _share(visit: Visit, shape: Shape, result: Pass) -> float:
-    """Of the rate of a large matrix product."""
+    """Share of the rate of a large matrix product."""
     return _rate(shape, result) / visit.rates.get(visit.dtype_name, float("nan"))
 
 
@@ -132,7 +132,7 @@ def _figures(visit: Visit, shape: Shape, result: Pass) -> list[str]:
 
 
 def training_data(vocab: int, tokens: int, length: int, shared: bool) -> list[tinker.Datum]:
-    """Sequences of `length` tokens, the first half of each a prompt; `shared`: every eight have the same one."""
+    """Sequences of `length` tokens, whose first half is the prompt; `shared`: groups of eight have the same prompt."""
     half, data = length // 2, []
     for i in range(tokens // length):
         prompt = random_tokens(vocab, half, seed=i // 8 if shared else 1000 + i)
@@ -144,7 +144,7 @@ def training_data(vocab: int, tokens: int, length: int, shared: bool) -> list[ti
 def measure(
     visit: Visit, engine: LocalEngine, model: BaseModel, tokens: int, shared: bool, length: int | None = None
 ) -> Pass:
-    """The median of a few calls after an unmeasured one, of sequences of `length` tokens. The optimizer's step is not in it."""
+    """The median of a few calls on sequences of `length` tokens, after a warm-up call. Excludes the optimizer step."""
     data = training_data(model.vocab_size, tokens, length or visit.scale.training_sequence, shared)
 
     def call() -> tuple[float, int, dict[str, float]]:
@@ -168,7 +168,7 @@ def measure(
 
 @contextmanager
 def counted_passes(model: BaseModel) -> Iterator[list[int]]:
-    """The number of tokens of each pass through the model within."""
+    """Yields the token counts of the passes through the model inside the context."""
     passes: list[int] = []
     original = model.training_pass
 

@@ -1,4 +1,4 @@
-"""Losses and gradients against a float64 model on the CPU, in every form in which the engine may compute them."""
+"""Losses and gradients compared with a float64 model on the CPU, in all forms in which the engine computes them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ CONFIGS: dict[str, dict[str, float]] = {
     "gspo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
     "stable_reinforce": {"weight_cap": 1.2, "token_ratio_low": 0.7, "token_ratio_high": 1.5},
 }
-"""where the default's clip range is as narrow as bfloat16's rounding, a wider one"""
+"""wider clip ranges for losses whose default range is as narrow as bfloat16's rounding"""
 
 SAMPLED_OFFSETS = (-0.6, -0.05, 0.05, 0.6)
-"""sampled minus current logprob: ratios on both sides of every clip, none near its border"""
+"""sampled minus current logprob: ratios on both sides of every clip bound, none close to it"""
 
 LENGTHS = (33, 7, 20)
 LOSS_SHARE = 0.05
-"""of the sum of |per-token loss|, in bfloat16"""
+"""bound on |error| / sum of |datum loss|, in bfloat16"""
 
 
 def losses_against_float64(case: Case) -> None:
@@ -52,10 +52,10 @@ def losses_against_float64(case: Case) -> None:
             for datum, lp in zip(data, logprobs, strict=True)
         ]
         expected = torch.stack(parts).sum()
-        wanted = torch.autograd.grad(expected, list(leaves.values()), retain_graph=True, allow_unused=True)
+        reference_gradients = torch.autograd.grad(expected, list(leaves.values()), retain_graph=True, allow_unused=True)
         gradients = {
             name: np.zeros(tuple(leaf.shape)) if part is None else part.numpy()
-            for (name, leaf), part in zip(leaves.items(), wanted, strict=True)
+            for (name, leaf), part in zip(leaves.items(), reference_gradients, strict=True)
         }
         output = case.training.forward_backward(data, loss_fn, config or None).result()
         size = max(float(torch.stack(parts).detach().abs().sum()), 1.0)
@@ -93,7 +93,7 @@ def _datum(tokens: Sequence[int], loss_fn: str, logprobs: torch.Tensor) -> tinke
 
 
 def policy_or_weights(loss_fn: str, vocabulary: int) -> list[tinker.Datum]:
-    """Data for any loss: three sequences with a common beginning."""
+    """Data for any loss: three sequences with a common prefix."""
     head = random_tokens(vocabulary, 16, seed=5)
     sequences = [[*head, *random_tokens(vocabulary, 6 + i, seed=i)] for i in range(3)]
     return [_datum(tokens, loss_fn, torch.full((len(tokens) - 1,), -5.0)) for tokens in sequences]
@@ -108,7 +108,7 @@ def _inputs(datum: tinker.Datum) -> dict[str, torch.Tensor]:
 
 
 def take_gradients(case: Case) -> dict[str, torch.Tensor]:
-    """What forward_backward has accumulated, by matrix; cleared."""
+    """Return and clear the accumulated gradients, by matrix."""
     state = case.training._run.state
     gradients, state.gradients = state.gradients, None
     assert gradients is not None
@@ -121,7 +121,7 @@ def _gradients_of(case: Case, call: Callable[[], object]) -> dict[str, torch.Ten
 
 
 def group(case: Case, members: int, prompt: int, completion: int) -> list[tinker.Datum]:
-    """Policy data over one long prompt, as the samples of a question are."""
+    """Policy data for several completions of one long prompt, as in GRPO."""
     vocabulary = min(case.model.vocab_size, 1500)
     head = random_tokens(vocabulary, prompt, seed=77)
     data = []
@@ -149,7 +149,7 @@ def _compare_forms(case: Case, name: str, found: dict[str, torch.Tensor], expect
 
 
 def shared_prefixes(case: Case) -> None:
-    """Datums that share a prompt, computed once, against each datum in a call of its own."""
+    """Datums with a shared prompt, computed once, compared with each datum in a separate call."""
     data = group(case, members=6, prompt=40, completion=9)
     output = _run(case, data)
     together = take_gradients(case)
@@ -163,7 +163,7 @@ def shared_prefixes(case: Case) -> None:
 
 
 def recomputed_layers(case: Case) -> None:
-    """Layers whose activations are dropped and computed again, against layers that keep them."""
+    """Layers with activation recomputation, compared with layers that keep activations."""
     data = group(case, members=1, prompt=20, completion=30)
     expected = _gradients_of(case, lambda: _run(case, data))
     original = case.model.recompute
@@ -180,7 +180,7 @@ def recomputed_layers(case: Case) -> None:
 
 
 def split_calls(case: Case) -> None:
-    """At least four passes (TINKER_LOCAL_GRAD_ACCUM_STEPS) against one."""
+    """At least four passes (TINKER_LOCAL_GRAD_ACCUM_STEPS) compared with one."""
     data = group(case, members=6, prompt=12, completion=15)
     expected = _gradients_of(case, lambda: _run(case, data))
     with environment(TINKER_LOCAL_GRAD_ACCUM_STEPS="4"), counted_passes(case.model) as passes:
@@ -190,7 +190,7 @@ def split_calls(case: Case) -> None:
 
 
 def custom_loss(case: Case) -> None:
-    """A function of the logprobs that is cross-entropy, against the built-in one."""
+    """Cross-entropy as a custom loss, compared with the built-in one."""
     data = [
         _datum(random_tokens(min(case.model.vocab_size, 1500), 20, seed), "cross_entropy", torch.zeros(0))
         for seed in (1, 2)

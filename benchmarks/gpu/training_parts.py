@@ -1,4 +1,4 @@
-"""What each part of a training pass is worth: the same datums forward and backward, one thing off at a time."""
+"""Ablation of a training pass: forward and backward on the same datums, with one part off at a time."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ COLUMNS = ["off", "tokens/s", "x of the time with", "computed", "launches", "wai
            "gradient, worst matrix"]  # fmt: skip
 
 SMALL_CHUNK = 1 << 24
-"""Logits at a time, as on a CPU."""
+"""Logits per chunk, as on a CPU."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one forward and backward pass. Peak memory in bytes, None on a CPU."""
+    """Results of one forward and backward pass. Peak memory in bytes, None on a CPU."""
 
     seconds: float
     tokens: float
@@ -49,7 +49,7 @@ class Measured:
 
 
 def variations(model: BaseModel, execution: CudaExecution) -> list[Variation]:
-    """Everything that can be turned off; the first row is the whole path."""
+    """All variations; the first is the full path."""
     return [
         Variation(ALL_ON),
         Variation("one attention call for all sequences: one each",
@@ -84,7 +84,7 @@ def _rounded_products(self: Scorer, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def run(visit: Visit, name: str, model: BaseModel, execution: CudaExecution) -> None:
-    """One row for each variation."""
+    """Add a row for each variation."""
     tokens, length = visit.scale.training_tokens[0], visit.scale.training_sequence
     add = visit.findings.table(
         f"Parts of training, {name}, {visit.dtype_name}: forward and backward of {tokens:,} tokens in sequences of {length:,}, "
@@ -112,9 +112,9 @@ def run(visit: Visit, name: str, model: BaseModel, execution: CudaExecution) -> 
             continue
         try:
             with variation.setting():
-                found = _measured(visit, call, state, names)
-            all_on = all_on or found
-            row = _row(found, all_on)
+                measured = _measured(visit, call, state, names)
+            all_on = all_on or measured
+            row = _row(measured, all_on)
         except Exception as error:
             row = [describe(error)]
         visit.free()
@@ -139,15 +139,15 @@ def _measured(visit: Visit, call: Callable[[], Any], state: trainer.TrainState, 
     return Measured(statistics.median(times), *tokens, counts, peak, gradients)
 
 
-def _row(found: Measured, all_on: Measured) -> list[str]:
+def _row(measured: Measured, all_on: Measured) -> list[str]:
     expected = {name: gradient.double().numpy() for name, gradient in all_on.gradients.items()}
-    errors = gradient_errors(found.gradients, expected)
+    errors = gradient_errors(measured.gradients, expected)
     return [
-        number(found.tokens / found.seconds),
-        f"{found.seconds / all_on.seconds:.2f}",
-        f"{found.computed:,.0f}",
-        str(found.counts.launches),
-        str(found.counts.waits),
-        NOT_MEASURED if found.peak is None else f"{found.peak / 2**30:.1f} GiB",
-        "" if found is all_on else f"{max(errors.values()):.1e}",
+        number(measured.tokens / measured.seconds),
+        f"{measured.seconds / all_on.seconds:.2f}",
+        f"{measured.computed:,.0f}",
+        str(measured.counts.launches),
+        str(measured.counts.waits),
+        NOT_MEASURED if measured.peak is None else f"{measured.peak / 2**30:.1f} GiB",
+        "" if measured is all_on else f"{max(errors.values()):.1e}",
     ]

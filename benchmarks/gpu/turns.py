@@ -1,7 +1,7 @@
-"""How far sampler and trainer are apart in a long conversation: every turn adds an observation and a sampled answer.
+"""Difference of sampler and trainer logprobs in long conversations: every turn adds an observation and a sampled answer.
 
-Each prompt is the conversation so far, so all but the newest observation comes from the prefix cache; the trainer scores the
-whole at the end, in one pass over each conversation. That is how an agent's rollout is sampled and trained.
+Each prompt is the conversation so far, so all but the newest observation comes from the prefix cache; the trainer scores each
+whole conversation at the end, in one pass. Agent rollouts are sampled and trained in the same way.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from tinker_local_backend import SamplingClient
 
 @dataclass
 class Conversation:
-    """Its tokens, and where each sampled answer begins, with its logprobs."""
+    """The tokens of a conversation, and the start and logprobs of each sampled answer."""
 
     tokens: list[int] = field(default_factory=list)
     answers: list[tuple[int, npt.NDArray[np.float64]]] = field(default_factory=list)
     cached: int = 0
-    """tokens of all its prompts that were in the cache"""
+    """cached tokens of all its prompts together"""
 
 
 def run(visit: Visit) -> None:
-    """On the shape of the section `agreement`, in bfloat16, with an adapter on every linear but the head."""
+    """Measure the shape of the section `agreement`, in bfloat16, with an adapter on every linear but the head."""
     scale, findings = visit.scale, visit.findings
     turns, observed, sampled, rows = scale.turns
     length = turns * (observed + sampled)
@@ -42,19 +42,19 @@ def run(visit: Visit) -> None:
     vocabulary = min(model.vocab_size, 1500)
     with LocalEngine.of(model, visit.rank) as engine:
         fill_adapter(engine.training._run.state.adapter, seed=1)
-        held = held_conversations(engine.adapter_sampler(), vocabulary, rows, turns, observed, sampled)
+        conversations = sample_conversations(engine.adapter_sampler(), vocabulary, rows, turns, observed, sampled)
         add = findings.table(
             f"Sampler against trainer, {scale.agreement_shape}, bfloat16: conversations of {length:,} tokens, {observed:,} "
             f"observed and {sampled} sampled in each turn",
             ["turns", "tokens before", "sampled tokens", "KL (k3)", "RMS", "median |d|", "largest"],
         )
         prompts = sum(range(observed, length, observed + sampled)) * rows
-        cached = sum(conversation.cached for conversation in held)
+        cached = sum(conversation.cached for conversation in conversations)
         findings.data["cached share"] = cached / prompts
-        forced = [teacher_forced(engine.training, [conversation.tokens])[0] for conversation in held]
+        forced = [teacher_forced(engine.training, [conversation.tokens])[0] for conversation in conversations]
         worst = 0.0
         for low, high in itertools.pairwise((0, *scale.turn_borders)):
-            d = np.concatenate([differences(c, f, low, high) for c, f in zip(held, forced, strict=True)])
+            d = np.concatenate([differences(c, f, low, high) for c, f in zip(conversations, forced, strict=True)])
             kl = float(np.mean(np.exp(-d) - 1 + d))
             numbers = [kl, float(np.sqrt(np.mean(d**2))), float(np.median(np.abs(d))), float(np.abs(d).max())]
             before = low * (observed + sampled) + observed
@@ -64,29 +64,29 @@ def run(visit: Visit) -> None:
         findings.record("turns", shape=scale.agreement_shape, turns=turns, tokens=length, kl=worst)
 
 
-def held_conversations(
+def sample_conversations(
     sampler: SamplingClient, vocabulary: int, rows: int, turns: int, observed: int, sampled: int
 ) -> list[Conversation]:
-    """So many conversations at a time, with random observations of their own."""
-    held = [Conversation() for _ in range(rows)]
+    """`rows` concurrent conversations, each with different random observations."""
+    conversations = [Conversation() for _ in range(rows)]
     for turn in range(turns):
         futures = []
-        for i, conversation in enumerate(held):
+        for i, conversation in enumerate(conversations):
             conversation.tokens += random_tokens(vocabulary, observed, seed=1000 * i + turn)
             params = tinker.SamplingParams(max_tokens=sampled, temperature=1.0, stop=[], seed=turn)
             futures.append(sampler.sample(tinker.ModelInput.from_ints(conversation.tokens), 1, params))
-        for conversation, future in zip(held, futures, strict=True):
+        for conversation, future in zip(conversations, futures, strict=True):
             response = future.result()
             (sequence,) = response.sequences
             conversation.cached += response.prompt_cache_hit_tokens or 0
             conversation.answers.append((len(conversation.tokens), np.array(sequence.logprobs, dtype=np.float64)))
             conversation.tokens += sequence.tokens
-    return held
+    return conversations
 
 
 def differences(
     conversation: Conversation, forced: npt.NDArray[np.float32], low: int, high: int
 ) -> npt.NDArray[np.float64]:
-    """log q - log p of the tokens sampled in turns low, ..., high - 1. `forced`: the trainer's, of tokens 1, 2, ..."""
+    """log q - log p of the tokens sampled in turns low, ..., high - 1. `forced`: the trainer's logprobs of tokens 1, 2, ..."""
     parts = [logprobs - forced[at - 1 : at - 1 + len(logprobs)] for at, logprobs in conversation.answers[low:high]]
     return np.concatenate(parts)

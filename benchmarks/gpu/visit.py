@@ -1,4 +1,4 @@
-"""What every section is given, and the order in which they run."""
+"""The arguments of every section, and the order of the sections."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.gpu.scale import Scale
 
 @dataclass(frozen=True)
 class Visit:
-    """The device, the sizes, and where what is found goes. `rates` holds what the section `hardware` measured, by name."""
+    """The device, the sizes, and the section's findings. `rates`: the measurements of the section `hardware`, by name."""
 
     device: torch.device
     scale: Scale
@@ -30,7 +30,7 @@ class Visit:
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which speeds are measured."""
+        """The dtype for measurements of speed."""
         return torch.bfloat16 if self.on_gpu else torch.float32
 
     @property
@@ -42,7 +42,7 @@ class Visit:
             torch.cuda.synchronize(self.device)
 
     def free(self) -> None:
-        """Give back what is no longer referenced, before the next model."""
+        """Free unreferenced memory, before the next model."""
         gc.collect()  # generators and their captured steps refer to each other
         if self.on_gpu:
             torch.cuda.empty_cache()
@@ -50,13 +50,13 @@ class Visit:
 
 @dataclass(frozen=True)
 class Section:
-    """`share` of the whole time; a section that ends early leaves its rest to the others."""
+    """A section. `share` of the whole time; the remaining time of a section that ends early goes to the others."""
 
     name: str
     title: str
     share: float
     is_correctness: bool = False
-    """its failed checks, or its absence, make the visit fail"""
+    """whether its failed checks, or its absence, make the visit fail"""
 
     @property
     def run(self) -> Callable[[Visit], None]:
@@ -79,4 +79,4 @@ SECTIONS = (
     Section("beside", "Beside other tools", 0.04),
     Section("placement", "Placement of tensors", 0.02, is_correctness=True),
 )
-"""In order of worth: what comes last is lost first."""
+"""Most important first: if the time runs out, the last ones are skipped."""

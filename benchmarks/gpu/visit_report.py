@@ -15,14 +15,14 @@ from benchmarks.report import Report, Table, show
 
 NOT_REACHED = "not reached"
 PASSING = ("date", "command", "gpu")
-"""Facts in which two visits of one machine may differ, or of which nothing is known before the first section."""
+"""Facts that may differ between visits of one machine, or are unknown before the first section."""
 
 
 @dataclass
 class VisitReport:
-    """What the sections have found so far. `add` writes the files anew, so that they are true at any moment.
+    """The findings of the sections so far. `add` rewrites the files, so that they are always current.
 
-    `kept`: sections that an earlier visit has found, and this one does not repeat.
+    `kept`: sections of an earlier visit that this one does not repeat.
     """
 
     report: Report
@@ -33,8 +33,8 @@ class VisitReport:
 
     @classmethod
     def start(cls, device: str, scale: str, threads: int, sections: Sequence[Section], folder: str) -> VisitReport:
-        """Whatever of SECTIONS is not among `sections` is taken over from the report in the folder, if the machine, the
-        versions and the commit were these.
+        """Start a report. SECTIONS that are not among `sections` are copied from the report in the folder, if its machine,
+        versions and commit are the same.
         """
         dtype = "bfloat16" if device == "cuda" else "float32"
         report = Report("gpu", scale, dtype, device, facts(threads, ask_gpu=False), [])
@@ -45,10 +45,10 @@ class VisitReport:
         return visit
 
     def _keep(self, earlier: Report) -> None:
-        own, theirs = ({k: v for k, v in r.facts.items() if k not in PASSING} for r in (self.report, earlier))
-        if own != theirs:
-            different = sorted(key for key in own.keys() | theirs.keys() if own.get(key) != theirs.get(key))
-            print(f"the report that is there has another {', '.join(different)}: it is replaced")
+        ours, theirs = ({k: v for k, v in r.facts.items() if k not in PASSING} for r in (self.report, earlier))
+        if ours != theirs:
+            different = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
+            print(f"the existing report has another {', '.join(different)}: it is replaced")
             return
         running = {section.name for section in self.sections}
         for section in SECTIONS:
@@ -61,28 +61,28 @@ class VisitReport:
 
     @property
     def rates(self) -> dict[str, float]:
-        """What the machine can do, measured now or earlier."""
+        """Rates of the machine, measured now or earlier."""
         return self._gathered("rates")
 
     @property
     def _all(self) -> list[Section]:
-        """In the order of SECTIONS."""
+        """New and kept sections, in the order of SECTIONS."""
         order = {section.name: i for i, section in enumerate(SECTIONS)}
         return sorted((*self.sections, *self.kept), key=lambda section: order.get(section.name, 0))
 
     def _gathered(self, key: str) -> dict[str, float]:
-        """The numbers that sections have put under this key, together."""
-        together: dict[str, float] = {}
-        for found in self.found.values():
-            own = found.data.get(key, {})
-            assert isinstance(own, dict)
-            together |= own
-        return together
+        """The numbers of all sections under this key."""
+        gathered: dict[str, float] = {}
+        for findings in self.found.values():
+            numbers = findings.data.get(key, {})
+            assert isinstance(numbers, dict)
+            gathered |= numbers
+        return gathered
 
-    def add(self, found: Findings) -> None:
-        """Take in a section's findings, in place of its earlier ones."""
-        self.found[found.section] = found
-        if isinstance(gpu := found.data.get("gpu"), str):
+    def add(self, findings: Findings) -> None:
+        """Set a section's findings, replacing its earlier ones."""
+        self.found[findings.section] = findings
+        if isinstance(gpu := findings.data.get("gpu"), str):
             self.report.facts["gpu"] = gpu
         self.write()
 
@@ -96,7 +96,7 @@ class VisitReport:
         show(self.report)
 
     def problems(self) -> list[str]:
-        """Checks that did not hold, and sections of correctness that did not come to their end."""
+        """Failed checks, and sections of correctness that did not complete."""
         problems = []
         for section in self.sections:
             found = self.found.get(section.name)
@@ -112,17 +112,17 @@ class VisitReport:
         return problems
 
     def _marks(self) -> list[Table]:
-        """Once something was measured that a mark asks for."""
+        """The table of marks, if any mark was measured."""
         measured = self._gathered("marks")
         return [marks.table(measured, self.report.device == "cuda")] if measured else []
 
     def _advice(self) -> list[Table]:
-        """Last, where who reads the console looks; once something was measured that tells."""
+        """The advice, if there are records for it; it comes last, where it is seen on the console."""
         records: list[dict[str, Any]] = []
-        for found in self.found.values():
-            own = found.data.get("records", [])
-            assert isinstance(own, list)
-            records += own
+        for findings in self.found.values():
+            more = findings.data.get("records", [])
+            assert isinstance(more, list)
+            records += more
         return [advice.table(records, self.report.device == "cuda")] if records else []
 
     def _overview(self) -> Table:
@@ -132,15 +132,15 @@ class VisitReport:
             if found is None:
                 rows.append([section.title, NOT_REACHED, "", "", "", ""])
                 continue
-            held = sum(check.ok for check in found.checks)
+            passed = sum(check.ok for check in found.checks)
             left_out = str(len(found.left_out)) if found.left_out else ""
             rows.append(
                 [
                     section.title,
                     f"{found.status}, earlier" if section in self.kept else found.status,
                     f"{found.seconds:.0f}",
-                    str(held),
-                    str(len(found.checks) - held),
+                    str(passed),
+                    str(len(found.checks) - passed),
                     left_out,
                 ]
             )
@@ -165,6 +165,6 @@ class VisitReport:
 
 
 def _padded(table: Table) -> Table:
-    """Rows that end early, because something could not be measured, filled up."""
+    """The table with short rows, whose numbers could not be measured, padded."""
     width = len(table.columns)
     return Table(table.title, table.columns, [[*row, *[""] * (width - len(row))] for row in table.rows])

@@ -1,1 +1,1 @@
-"""What users run today instead of the local engine, each given exactly the same work."""
+"""Alternatives to the local engine, each given exactly the same work."""

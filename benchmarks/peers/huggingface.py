@@ -27,12 +27,12 @@ def load_model(setup: Setup) -> Any:
 
 
 def sharing_weights(model: Any) -> Any:
-    """A second module tree over the same weights: what PEFT does to it does not change the first."""
+    """A second module tree over the same weights, so that PEFT's changes to it do not affect the first."""
     return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
 
 def with_adapter(model: Any, setup: Setup) -> Any:
-    """The adapter on top, unmerged, in the model's dtype."""
+    """The model with the adapter, unmerged, in the model's dtype."""
     peft: Any = importlib.import_module("peft")
     assert setup.adapter is not None
     adapted = peft.PeftModel.from_pretrained(sharing_weights(model), str(setup.adapter))
@@ -40,7 +40,7 @@ def with_adapter(model: Any, setup: Setup) -> Any:
 
 
 def build_generate(setup: Setup) -> list[Contender]:
-    """`generate` on the left-padded batch of all rows, scores kept and turned into logprobs."""
+    """`generate` on the left-padded batch of all rows, with scores converted to logprobs."""
     base = load_model(setup)
     adapted = with_adapter(base, setup)
     return [
@@ -95,7 +95,7 @@ def _generate_batch(model: Any, setup: Setup, seed: int) -> int:
         continuous_batching_config=batching,
     )
     completions = [output.generated_tokens for output in outputs.values()]
-    if len(completions) != workload.rows:  # it logs its errors and returns what it has
+    if len(completions) != workload.rows:  # it logs errors and returns the completed ones
         raise RuntimeError(f"generate_batch returned {len(completions)} of {workload.rows} completions")
     return sum(map(len, completions))
 

@@ -1,9 +1,8 @@
-"""A training loop as one writes it by hand with torch and PEFT: packed sequences, each attending to itself only.
+"""A hand-written training loop with torch and PEFT: packed sequences, each attending only to itself.
 
-Sequences are packed to at most `PACK_TOKENS`, attention (transformers' AttentionInterface) and layers with a state run per
-sequence, and the loss is
-computed in three ways: full logits, logits of completion positions only, and in chunks whose gradient is made in the forward
-pass, so that no [tokens, vocabulary] matrix outlives its chunk.
+Sequences are packed to at most `PACK_TOKENS`; attention (transformers' AttentionInterface) and layers with a state run per
+sequence. The loss is computed in three ways: from full logits, from logits of completion positions only, and in chunks whose
+gradient is computed in the forward pass, so that no [tokens, vocabulary] matrix outlives its chunk.
 """
 
 from __future__ import annotations
@@ -51,13 +50,13 @@ Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.
 
 
 def build(setup: Setup) -> list[Contender]:
-    """One contender per way to compute the loss, with a model and optimizer each, over the same base weights."""
+    """One contender per loss function, each with a model and an optimizer, over the same base weights."""
     AttentionInterface.register(_ATTENTION, _attend_per_sequence)
     base = load_model(setup)
     base.set_attn_implementation(_ATTENTION)
     for module in base.modules():
         if isinstance(module, Qwen3_5GatedDeltaNet):
-            setattr(module, "forward", partial(_mix_per_sequence, module))  # noqa: B010 (of another type than its class's)
+            setattr(module, "forward", partial(_mix_per_sequence, module))  # noqa: B010 (its type differs from the class's)
     losses: dict[str, Loss] = {
         "full logits": full_logits_loss,
         "completion logits": completion_logits_loss,
@@ -100,7 +99,7 @@ class _Loop:
 
 
 def pack(sequences: Sequence[TrainingSequence], device: str) -> list[Pack]:
-    """Sequences in order, a new pack when the next one would not fit."""
+    """Pack sequences in order; a new pack begins if the next one would not fit."""
     groups: list[list[TrainingSequence]] = [[]]
     for sequence in sequences:
         if groups[-1] and sum(len(s.tokens) for s in groups[-1]) + len(sequence.tokens) > PACK_TOKENS:
@@ -142,7 +141,7 @@ def fused_loss(
 
 
 class _FusedCrossEntropy(torch.autograd.Function):
-    """Cross-entropy through a frozen head, chunk by chunk, the gradient of the hidden states made on the way forward."""
+    """Cross-entropy through a frozen head, chunk by chunk; the gradient of the hidden states is computed in the forward pass."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -151,11 +150,12 @@ class _FusedCrossEntropy(torch.autograd.Function):
         for start in range(0, len(hidden), CHUNK):
             piece = slice(start, start + CHUNK)
             logits = (hidden[piece] @ head.t()).float()
-            wanted = targets[piece, None]
+            chunk_targets = targets[piece, None]
             log_norm = logits.logsumexp(-1, keepdim=True)
-            total += (log_norm - logits.gather(1, wanted)).sum()
+            total += (log_norm - logits.gather(1, chunk_targets)).sum()
             probabilities = logits.sub_(log_norm).exp_()
-            probabilities.scatter_add_(1, wanted, torch.full_like(wanted, -1, dtype=torch.float32))
+            minus_one = torch.full_like(chunk_targets, -1, dtype=torch.float32)
+            probabilities.scatter_add_(1, chunk_targets, minus_one)
             gradient[piece] = probabilities.to(hidden.dtype) @ head
         ctx.save_for_backward(gradient)
         return total

@@ -1,8 +1,8 @@
-"""Every peer in a process of its own, as people run it.
+"""Every peer in its own process, as in real use.
 
 Tools that share a process disturb each other: OpenMP keeps a pool for every thread that has called it, and once there are more
-pool threads than cores they all sleep between operations instead of waiting for the next, which slows small models by a third
-to a half. A child builds its contenders once and then does one run per command.
+pool threads than cores they sleep between operations instead of spinning, which slows small models by a third to a half. A child
+builds its contenders once and then does one run per command.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CLOSE_SECONDS = 30.0
 def isolated(build: Build, setup: Setup) -> list[Contender]:
     """The contenders that `build` makes, in a new process that ends with the setup's stack.
 
-    Raises BenchmarkError with the child's own message when it cannot build them; a run that fails raises it too.
+    Raises BenchmarkError with the child's message if it cannot build them; a failed run also raises it.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -64,7 +64,7 @@ def _receive(connection: Connection):
 
 
 def _serve(connection: Connection, build: Build, setup: Setup) -> None:
-    """In the child: build, then run on command until the parent closes its end."""
+    """In the child process: build, then run on command until the parent closes the connection."""
     torch.set_num_threads(setup.config.threads)
     with setup.stack:
         try:

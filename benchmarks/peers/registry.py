@@ -1,4 +1,4 @@
-"""Which peers a benchmark has, which of them can run here, and a row for each that cannot."""
+"""The peers of a benchmark, the ones that can run here, and a row for each that cannot."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from benchmarks.peers.setup import Setup
 
 @dataclass(frozen=True)
 class Peer:
-    """A tool. `build` makes one contender per row of the table; `missing` says why it cannot run here, or None."""
+    """A tool. `build` makes one contender per row of the table; `missing` returns why it cannot run here, or None."""
 
     build: Callable[[Setup], list[Contender]]
     missing: Callable[[Setup], str | None]
 
 
 def needs(*packages: str) -> Callable[[Setup], str | None]:
-    """A `missing` for packages that are installed next to the library."""
+    """A `missing` function for packages of the library's environment."""
 
     return lambda setup: not_installed(*packages)
 
 
 def not_installed(*packages: str) -> str | None:
-    """What is missing of them and how to get it; None: nothing is."""
-    absent_ones = [package for package in packages if importlib.util.find_spec(package) is None]
-    return f"not installed (pip install {' '.join(absent_ones)})" if absent_ones else None
+    """A message with the missing packages and how to install them; None if none is missing."""
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    return f"not installed (pip install {' '.join(missing)})" if missing else None
 
 
 def require(*packages: str) -> None:
-    """Raises BenchmarkError for packages that are missing: of a benchmark that is nothing without its peer."""
+    """Raise BenchmarkError for missing packages, in a benchmark that needs its peer."""
     if reason := not_installed(*packages):
         raise BenchmarkError(f"{', '.join(packages)}: {reason}")
 
 
 def select(config: ComparisonConfig, peers: Mapping[str, Peer]) -> dict[str, Peer]:
-    """The peers that `config.peers` asks for. Raises BenchmarkError for a name that this benchmark does not have."""
+    """The peers selected by `config.peers`. Raises BenchmarkError for a name that this benchmark does not have."""
     if config.peers is None:
         return dict(peers)
     unknown = [name for name in config.peers if name not in peers]

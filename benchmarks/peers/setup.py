@@ -1,4 +1,4 @@
-"""What a peer is built from."""
+"""The inputs of a peer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.workload import Workload
 
 @dataclass(frozen=True)
 class Setup:
-    """What a peer is built from. What must be closed at the end is entered into `stack`; a peer may add to `versions`."""
+    """The inputs of a peer. Resources to close at the end go into `stack`; a peer may add to `versions`."""
 
     config: ComparisonConfig
     shape: Shape

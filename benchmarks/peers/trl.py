@@ -1,7 +1,7 @@
 """TRL's trainers, one optimizer step at a time.
 
-A trainer owns its loop. So `train()` runs on a thread that stops before every step until it is let go; a repetition is what
-lies between two such stops: data, forward, backward, optimizer, logging, and the fetch of the next batch.
+A trainer owns its loop. So `train()` runs on a thread that blocks before every step until it is released; a repetition is the
+work between two such points: data, forward, backward, optimizer, logging, and fetching the next batch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Stop(Exception):
 
 
 class SteppedTrainer(TrainerCallback):
-    """Runs a trainer's loop on a thread of its own, one step per call of `step`."""
+    """Runs a trainer's loop on a separate thread, one step per call of `step`."""
 
     def __init__(self, trainer: Any, threads: int):
         self._trainer = trainer
@@ -46,7 +46,7 @@ class SteppedTrainer(TrainerCallback):
         self._wait()
 
     def step(self) -> None:
-        """One optimizer step. Raises what the trainer raised."""
+        """Run one optimizer step. Raises RuntimeError from the trainer's error."""
         self._go.release()
         self._wait()
 
@@ -80,7 +80,7 @@ class SteppedTrainer(TrainerCallback):
 
 
 def _contender(setup: Setup, name: str, trainer: Any, tokens: Callable[[], int]) -> Contender:
-    """`tokens` says how many the last step had."""
+    """`tokens` returns the number of tokens of the last step."""
     stepped = SteppedTrainer(trainer, setup.config.threads)
     setup.stack.callback(stepped.close)
 
@@ -112,7 +112,7 @@ def build_sft(setup: Setup) -> list[Contender]:
 
 
 def build_dpo(setup: Setup) -> list[Contender]:
-    """DPOTrainer on the same pairs at every step; its reference is the model without the adapter, run at every step."""
+    """DPOTrainer on the same pairs at every step; its reference, the model without the adapter, also runs at every step."""
     trl, datasets = _modules()
     pairs = preference_pairs(setup.workload)
     # It appends the end-of-sequence token itself.
@@ -128,11 +128,11 @@ def build_dpo(setup: Setup) -> list[Contender]:
         peft_config=_lora(setup),
     )
     tokens = sum(2 * len(p.prompt) + len(p.chosen) + len(p.rejected) for p in pairs)
-    found = sum(
+    prepared = sum(
         2 * len(row["prompt_ids"]) + len(row["chosen_ids"]) + len(row["rejected_ids"]) for row in trainer.train_dataset
     )
-    if found != tokens:
-        raise RuntimeError(f"DPOTrainer made {found} tokens of the pairs, not {tokens}")
+    if prepared != tokens:
+        raise RuntimeError(f"DPOTrainer tokenized the pairs to {prepared} tokens, expected {tokens}")
     return [_contender(setup, "TRL DPOTrainer", trainer, lambda: tokens)]
 
 
@@ -177,7 +177,7 @@ def _lora(setup: Setup) -> Any:
 
 
 def _arguments(setup: Setup, micro_batch: int, per_step: int) -> dict[str, Any]:
-    """What all trainers get: plain steps of `per_step` examples in padded micro-batches, nothing saved or reported."""
+    """Arguments of all trainers: plain steps of `per_step` examples in padded micro-batches, without saving or reporting."""
     return {
         "output_dir": setup.stack.enter_context(tempfile.TemporaryDirectory(prefix="trl-benchmark-")),
         "per_device_train_batch_size": micro_batch,

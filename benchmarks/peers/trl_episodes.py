@@ -1,7 +1,7 @@
-"""TRL's GRPOTrainer on the groups of this library: their prompts, their environments and rewards, of one turn or of several.
+"""TRL's GRPOTrainer on this library's groups, with their prompts, environments and rewards, of one or several turns.
 
-What the policy says is drawn by transformers' `generate`, all episodes of a batch in lockstep, and goes to TRL as token ids
-with a mask of what was sampled. Advantages, loss, gradients and steps are TRL's.
+transformers' `generate` samples all episodes of a batch in lockstep; TRL gets token ids with a mask of the sampled ones.
+Advantages, loss, gradients and steps are TRL's.
 """
 
 from __future__ import annotations
@@ -26,60 +26,60 @@ from tinker_cookbook.rl.rollouts import do_single_rollout
 from tinker_cookbook.rl.types import Env, EnvGroupBuilder, Trajectory
 
 Generate = Callable[[list[list[int]], list[int]], list[list[int]]]
-"""(prompts, stop tokens) -> a reply to each, up to its stop token, which it keeps."""
+"""(prompts, stop tokens) -> a reply to each, up to and including its stop token."""
 
 EPISODE_REWARD = "episode_reward"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What both trainers are given."""
+    """Settings of both trainers."""
 
     groups_per_batch: int
     group_size: int
     learning_rate: float
     max_tokens: int
-    """of a reply"""
+    """limit of a reply"""
     seed: int
 
 
 class Lockstep(TokenCompleter):
-    """Answers when all episodes that go on have asked, so that each turn is one batch. `episodes`: how many begin."""
+    """Samples when all unfinished episodes have made a request, so that each turn is one batch. `episodes`: their number."""
 
     def __init__(self, generate: Generate, episodes: int):
-        self._generate, self._going_on = generate, episodes
-        self._asked: list[tuple[list[int], list[int], asyncio.Future[list[int]]]] = []
+        self._generate, self._unfinished = generate, episodes
+        self._requests: list[tuple[list[int], list[int], asyncio.Future[list[int]]]] = []
 
     async def __call__(
         self, model_input: tinker.ModelInput, stop: StopCondition, *, max_tokens: int | None = None
     ) -> TokensWithLogprobs:
         tokens = [token for token in stop if isinstance(token, int)]
         if len(tokens) < len(stop):
-            raise BenchmarkError(f"stop={stop}: transformers' generate is given stop tokens, not texts")
+            raise BenchmarkError(f"stop={stop}: transformers' generate takes stop tokens here, not texts")
         answer: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
-        self._asked.append((model_input.to_ints(), tokens, answer))
+        self._requests.append((model_input.to_ints(), tokens, answer))
         self._answer()
         reply = await answer
         stopped = bool(reply) and reply[-1] in tokens
-        # TRL scores the tokens itself.
+        # TRL recomputes logprobs.
         return TokensWithLogprobs(reply, [0.0] * len(reply), "stop" if stopped else "length")
 
     def ended(self) -> None:
-        """An episode is over."""
-        self._going_on -= 1
+        """Report that an episode has ended."""
+        self._unfinished -= 1
         self._answer()
 
     def _answer(self) -> None:
-        if not self._asked or len(self._asked) < self._going_on:
+        if not self._requests or len(self._requests) < self._unfinished:
             return
-        asked, self._asked = self._asked, []
-        replies = self._generate([prompt for prompt, *_ in asked], asked[0][1])
-        for (*_, answer), reply in zip(asked, replies, strict=True):
+        requests, self._requests = self._requests, []
+        replies = self._generate([prompt for prompt, *_ in requests], requests[0][1])
+        for (*_, answer), reply in zip(requests, replies, strict=True):
             answer.set_result(reply)
 
 
 async def play(envs: Sequence[Env], generate: Generate) -> list[Trajectory]:
-    """An episode in each, in order."""
+    """Run an episode in each environment. Returns them in order."""
     policy = Lockstep(generate, len(envs))
 
     async def one(env: Env) -> Trajectory:
@@ -92,13 +92,13 @@ async def play(envs: Sequence[Env], generate: Generate) -> list[Trajectory]:
 
 
 def total(trajectory: Trajectory) -> float:
-    """The rewards of its turns."""
+    """The sum of the rewards of all turns."""
     return sum(turn.reward for turn in trajectory.transitions)
 
 
 def sequence(trajectory: Trajectory) -> tuple[list[int], list[int], list[int]]:
-    """First prompt, everything after it, and 1 for each token of that which was sampled. Raises BenchmarkError for an episode
-    whose later prompts do not go on from the earlier ones.
+    """First prompt, all later tokens, and the mask of the sampled ones among these. Raises BenchmarkError for an episode whose
+    later prompts do not extend the earlier ones.
     """
     data = trajectory_to_data(trajectory, 1.0)
     if len(data) != 1:
@@ -112,23 +112,23 @@ def sequence(trajectory: Trajectory) -> tuple[list[int], list[int], list[int]]:
 def train_with_trl(
     model: Any, tokenizer: Any, batches: Sequence[Sequence[EnvGroupBuilder]], settings: Settings
 ) -> list[float]:
-    """Train the adapter of a PEFT model on the groups of each batch, in order; the mean reward of each step.
+    """Train the adapter of a PEFT model on the groups of each batch, in order. Returns the mean reward of each step.
 
-    Rewards minus the group's mean are the advantages, and every sampled token of a batch counts the same: the defaults of
-    this library. Each batch is sampled from the weights that it then changes, once. Raises whatever TRL raises.
+    As in this library's defaults, advantages are rewards minus the group's mean, and all sampled tokens of a batch have the same
+    weight. Training is on-policy, with one step per batch. Errors of TRL propagate.
     """
     trl, datasets = importlib.import_module("trl"), importlib.import_module("datasets")
     builders = [builder for batch in batches for builder in batch]
     generate = generating(model, tokenizer.pad_token_id, settings.max_tokens)
 
     async def envs_of(prompts: Sequence[str]) -> list[Env]:
-        found: list[Env] = []
+        all_envs: list[Env] = []
         for number, members in groupby(prompts):
             envs = await builders[int(number)].make_envs()
             if len(envs) != len(list(members)):
-                raise BenchmarkError("TRL asks for another number of members than a group has")
-            found += envs
-        return found
+                raise BenchmarkError("TRL's number of generations differs from the size of a group")
+            all_envs += envs
+        return all_envs
 
     async def rollouts(prompts: Sequence[str]) -> list[Trajectory]:
         return await play(await envs_of(prompts), generate)
@@ -137,8 +137,8 @@ def train_with_trl(
         trajectories = asyncio.run(rollouts(prompts))
         prompt_ids, completion_ids, masks = zip(*map(sequence, trajectories), strict=True)
         rewards = [total(trajectory) for trajectory in trajectories]
-        given = {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "env_mask": masks}
-        return {key: list(value) for key, value in given.items()} | {EPISODE_REWARD: rewards, "logprobs": None}
+        columns = {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "env_mask": masks}
+        return {key: list(value) for key, value in columns.items()} | {EPISODE_REWARD: rewards, "logprobs": None}
 
     def reward(episode_reward: list[float], **_: Any) -> list[float]:
         return episode_reward
@@ -151,7 +151,7 @@ def train_with_trl(
             ),
             reward_funcs=reward,
             rollout_func=roll_out,
-            # A prompt is the number of its group: the tokens are the environment's.
+            # A prompt is only the number of its group: the tokens come from the environment.
             train_dataset=datasets.Dataset.from_list([{"prompt": str(number)} for number in range(len(builders))]),
             processing_class=tokenizer,
         )
@@ -179,7 +179,7 @@ def _arguments(settings: Settings, steps: int) -> dict[str, Any]:
 
 
 def generating(model: Any, pad_id: int, max_tokens: int) -> Generate:
-    """Sampling from a model at temperature 1, on a batch padded on the left."""
+    """A function that samples from a model at temperature 1, on a left-padded batch."""
 
     @torch.inference_mode()
     def generate(prompts: list[list[int]], stop: list[int]) -> list[list[int]]:
@@ -208,13 +208,13 @@ def generating(model: Any, pad_id: int, max_tokens: int) -> Generate:
 
 
 def until(tokens: list[int], stop: Sequence[int]) -> list[int]:
-    """Up to the first stop token, which is kept."""
-    ends = [place for place, token in enumerate(tokens) if token in stop]
+    """The tokens up to and including the first stop token."""
+    ends = [index for index, token in enumerate(tokens) if token in stop]
     return tokens[: ends[0] + 1] if ends else tokens
 
 
 async def held_out(batches: Sequence[Sequence[EnvGroupBuilder]], generate: Generate) -> dict[str, float]:
-    """`reward` and the share `correct` over all groups."""
+    """The mean `reward` and the share `correct` over all groups."""
     envs = [env for batch in batches for builder in batch for env in await builder.make_envs()]
     trajectories = await play(envs, generate)
     correct = [float(trajectory.transitions[-1].metrics["correct"]) for trajectory in trajectories]

@@ -1,4 +1,4 @@
-"""The losses of TRL's SFTTrainer on given sequences, step by step."""
+"""Loss curves of TRL's SFTTrainer on given sequences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tinker_cookbook.runs.steps import ADAM
 
 MICRO_BATCH = 4
 IGNORED = -100
-"""The label of a token without a loss."""
+"""Label of a token without loss."""
 
 PLAIN: dict[str, Any] = {
     "adam_beta1": ADAM["beta1"],
@@ -29,8 +29,8 @@ PLAIN: dict[str, Any] = {
     "save_strategy": "no",
     "disable_tqdm": True,
 }
-"""Of every trainer that is compared in what it learns: the optimizer of this library's loops but for its epsilon,
-and nothing saved or reported."""
+"""Arguments of all trainers in the comparisons of learning: the optimizer of this library's loops except its epsilon, without
+saving or reporting."""
 
 EPSILON = 1e-12
 """The engine's default."""
@@ -44,10 +44,9 @@ def losses_of_trl(
     steps: int,
     sequences: Sequence[TrainingSequence],
 ) -> list[float]:
-    """Mean loss of each step in nats per token, all sequences in every step.
+    """Mean loss of each step in nats per token, with all sequences in every step.
 
-    A LoRA of this rank with alpha 32 on every linear but the head, as this engine's default; AdamW as the engine's.
-    Raises whatever TRL raises.
+    LoRA of this rank with alpha 32 on every linear but the head, and the engine's AdamW. Errors of TRL propagate.
     """
     rows = [
         {"input_ids": s.tokens, "completion_mask": [0] * s.prompt_length + [1] * len(s.completion)} for s in sequences
@@ -72,14 +71,14 @@ def full_losses_of_trl(
     learning_rate: float,
     batches: Sequence[Sequence[tuple[list[int], list[int]]]],
 ) -> list[float]:
-    """The loss of each step, the mean over sequences of their means in nats per token, where every weight is trained: a step
-    per batch, in order, with a rate that falls linearly to 0.
+    """Loss of each step of full fine-tuning, as the mean over sequences of their mean nats per token. One step per batch, in
+    order, with a learning rate that decays linearly to 0.
 
     Args:
         module: trained in place.
-        batches: of each, equally many sequences: the tokens, and 1 for each that the loss is on, 0 for the others.
+        batches: equally many sequences each: (tokens, loss mask).
 
-    Raises whatever TRL raises.
+    Errors of TRL propagate.
     """
     rows = [{"input_ids": tokens, "completion_mask": mask} for batch in batches for tokens, mask in batch]
     arguments: dict[str, Any] = {
@@ -87,7 +86,7 @@ def full_losses_of_trl(
         "max_steps": len(batches),
         "learning_rate": learning_rate,
         "lr_scheduler_type": "linear",
-        # The losses of this library are sums over the batch: its gradients and its epsilon are larger by as much.
+        # The losses of this library are sums over the batch, so its gradients and its epsilon are larger by that factor.
         "adam_epsilon": ADAM["eps"] / len(batches[0]),
         "train_sampling_strategy": "sequential",
     }
@@ -108,11 +107,11 @@ def _trainer_on_means() -> Any:
 
 
 def mean_per_sequence(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The mean over sequences of their mean loss per token, a scalar; TRL's own loss is the mean over all tokens.
+    """The mean over sequences of their mean loss per token, a scalar; TRL's default loss is the mean over all tokens.
 
     Args:
         logits: (D, T, V).
-        labels: (D, T), the tokens themselves; -100 where there is no loss.
+        labels: (D, T), the tokens; -100 for tokens without loss.
     """
     targets = labels[:, 1:]
     nll = torch.nn.functional.cross_entropy(logits[:, :-1].float().mT, targets, reduction="none")

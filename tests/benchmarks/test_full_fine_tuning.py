@@ -25,7 +25,7 @@ def datum(weights: list[float]) -> tinker.Datum:
 
 def test_a_sequence_has_the_tokens_of_its_datum_and_a_mask_of_the_targets() -> None:
     assert sequence(datum([0.0, 0.5, 0.5])) == ([5, 6, 7, 8], [0, 0, 1, 1])
-    with pytest.raises(BenchmarkError, match="other weights than those of a mean"):
+    with pytest.raises(BenchmarkError, match="weights that are not a mean over its targets"):
         sequence(datum([0.0, 0.25, 0.75]))
 
 

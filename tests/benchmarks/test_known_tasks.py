@@ -82,7 +82,7 @@ def test_who_has_ended_is_not_waited_for() -> None:
         ended, _, cut = await asyncio.gather(ask(1), leave(), ask(3))
         assert asked == [[[1], [3]]]
         assert (ended.tokens, ended.stop_reason) == ([1, 9], "stop") and cut.stop_reason == "length"
-        with pytest.raises(BenchmarkError, match="stop tokens, not texts"):
+        with pytest.raises(BenchmarkError, match="stop tokens here, not texts"):
             await policy(tinker.ModelInput.from_ints([1]), ["end"])
 
     asyncio.run(main())

@@ -43,7 +43,7 @@ def test_the_page_has_the_place_of_the_table() -> None:
     filled = fill_page(page, "| new |")
     assert f"{BEGIN}\n\n| new |\n\n{END}" in filled and fill_page(filled, "| new |") == filled
     assert filled.partition(BEGIN)[0] == page.partition(BEGIN)[0] and filled.partition(END)[2] == page.partition(END)[2]
-    with pytest.raises(BenchmarkError, match="must hold the lines"):
+    with pytest.raises(BenchmarkError, match="must have the lines"):
         fill_page("nothing", "")
 
 

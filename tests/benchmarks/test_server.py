@@ -34,5 +34,5 @@ def test_every_table_is_filled(quick_comparison: dict, tmp_path: Path) -> None:
 
 
 def test_a_stub_that_is_not_there_is_named() -> None:
-    with pytest.raises(BenchmarkError, match=r"stub='/no/such\.py' is no file"):
+    with pytest.raises(BenchmarkError, match=r"stub='/no/such\.py' is not a file"):
         server.stub_server("/no/such.py", Path("x"))

@@ -160,4 +160,4 @@ def test_a_flipped_bit_inside_the_numbers_is_noticed(
     content = bytearray((where / name).read_bytes())
     content[-5] ^= 1
     (where / name).write_bytes(content)
-    refused(service, training, path, rf"{name} is damaged \(its sum differs")
+    refused(service, training, path, rf"{name} is damaged \(its checksum differs")

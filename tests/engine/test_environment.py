@@ -133,7 +133,7 @@ class TestDevices:
         assert environment.default_device() == torch.device("cuda:1")
         monkeypatch.setenv("TINKER_LOCAL_DEVICE", "cuda:2")
         with pytest.raises(
-            RequestError, match="'cuda:2' asks for a device that is not there; there are 2, from cuda:0"
+            RequestError, match="'cuda:2' asks for a device that does not exist; there are 2, from cuda:0"
         ):
             environment.default_device()
 

@@ -244,10 +244,10 @@ FAULTS: dict[str, tuple[Any, str]] = {
     "no up": (lambda t: t.pop(f"{PREFIX}mlp.experts.w3.lora_A.weight"), "w3.lora_A.weight is missing"),
     "a linear divided": (
         lambda t: t.update({f"{PREFIX}self_attn.in_proj_q.lora_A.weight": torch.zeros(RANK, 32)}),
-        "in_proj_q, which is no linear or experts",
+        "in_proj_q, which is neither a linear nor experts",
     ),
     "half": (lambda t: t.pop("base_model.model.model.unembed_tokens.lora_A.weight"), "lacks a factor of lm_head"),
-    "a norm": (lambda t: t.update({f"{PREFIX}norm.weight": torch.zeros(32)}), "no matrix of LoRA"),
+    "a norm": (lambda t: t.update({f"{PREFIX}norm.weight": torch.zeros(32)}), "not a LoRA matrix"),
 }
 
 

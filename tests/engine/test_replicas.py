@@ -229,7 +229,7 @@ def test_vllm_and_replicas_exclude_each_other(monkeypatch: pytest.MonkeyPatch, t
 
 def test_shards_without_torchrun_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TINKER_LOCAL_BASE_WEIGHTS", "sharded")
-    with pytest.raises(RequestError, match=r"TINKER_LOCAL_BASE_WEIGHTS=sharded.*one alone.*torchrun --nproc-per-node"):
+    with pytest.raises(RequestError, match=r"TINKER_LOCAL_BASE_WEIGHTS=sharded.*only one.*torchrun --nproc-per-node"):
         ServiceClient(home=tmp_path)
 
 
@@ -251,5 +251,5 @@ def test_shards_and_a_strict_cuda_path_exclude_each_other(monkeypatch: pytest.Mo
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TINKER_LOCAL_BASE_WEIGHTS", "sharded")
     monkeypatch.setenv("TINKER_LOCAL_CUDA", "strict")
-    with pytest.raises(RequestError, match=r"TINKER_LOCAL_CUDA=strict beside TINKER_LOCAL_BASE_WEIGHTS=sharded"):
+    with pytest.raises(RequestError, match=r"TINKER_LOCAL_CUDA=strict with TINKER_LOCAL_BASE_WEIGHTS=sharded"):
         ServiceClient(home=tmp_path)

@@ -82,7 +82,7 @@ def test_publishing_twice_is_a_conflict(service: ServiceClient) -> None:
     client = service.create_lora_training_client(MODEL, rank=2).result()
     path, rest = client.save_state("first").result().path, service.create_rest_client()
     rest.publish_checkpoint_from_tinker_path(path).result()
-    with pytest.raises(tinker.ConflictError, match="published already"):
+    with pytest.raises(tinker.ConflictError, match="already published"):
         rest.publish_checkpoint_from_tinker_path(path)
     rest.unpublish_checkpoint_from_tinker_path(path).result()
     rest.publish_checkpoint_from_tinker_path(path).result()

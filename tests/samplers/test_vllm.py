@@ -196,7 +196,7 @@ class TestRequests:
         assert (len(sequence.tokens), sequence.stop_reason) == (6, "length")
 
     def test_what_vllm_would_change_is_refused(self, training: TrainingClient) -> None:
-        with pytest.raises(RequestError, match=r"temperature 0\.005 is one that vLLM takes to be 0\.01"):
+        with pytest.raises(RequestError, match=r"temperature 0\.005 is raised to 0\.01"):
             snapshot(training).sample(prompt([1]), 1, params(temperature=0.005))
 
     def test_a_diverged_adapter(self, service: ServiceClient, model: str) -> None:

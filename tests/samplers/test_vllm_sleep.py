@@ -105,7 +105,7 @@ def test_it_is_started_so_that_it_can_and_refused_on_a_cpu(monkeypatch: pytest.M
     monkeypatch.setenv("TINKER_LOCAL_VLLM_SLEEP", "1")
     asked = engine_arguments(model, VllmSettings.from_environment(model.device), Accepts(32))
     assert asked == {**plain, "enable_sleep_mode": True}
-    with pytest.raises(RequestError, match="TINKER_LOCAL_VLLM_SLEEP=1 on cpu: vLLM gives back memory of a GPU alone"):
+    with pytest.raises(RequestError, match="TINKER_LOCAL_VLLM_SLEEP=1 on cpu: vLLM can free only GPU memory"):
         VllmSettings.from_environment(torch.device("cpu"))
 
 

@@ -145,7 +145,7 @@ class TestErrors:
             ask([NOT_A_NUMBER, 40], samples=2).result()
 
     def test_an_answer_that_is_not_understood_ends_it(self, ask: Ask, stand_in: StandIn) -> None:
-        with pytest.raises(SamplingError, match=r"its answer b'vLLM says hello.*' is not understood \(JSONDecodeError"):
+        with pytest.raises(SamplingError, match=r"its answer b'vLLM says hello.*' is invalid \(JSONDecodeError"):
             ask([CHATTY]).result()
         assert ask([1, 40]).result().sequences[0].tokens == [41, 42, 43]
 
@@ -403,7 +403,7 @@ class TestRules:
 
     def test_ours(self, ask: Ask, sampler: SamplingClient) -> None:
         allowed = [{"temperature": 0.7, "top_k": 3, "top_p": 0.5}]
-        self.check(sampler, r"temperature 0.001 is one that vLLM takes to be 0.01", allowed, temperature=0.001)
+        self.check(sampler, r"temperature 0.001 is raised to 0.01", allowed, temperature=0.001)
 
 
 def test_a_run_says_who_samples(stand_in: StandIn) -> None:

@@ -349,7 +349,7 @@ REFUSED: dict[str, dict[str, str]] = {
     },
     "anthropic": {
         "messages.create(messages=[image])": "'image'",
-        "messages.create(thinking={budget_tokens})": "nothing keeps to a budget",
+        "messages.create(thinking={budget_tokens})": "no budget can be enforced",
         "messages.create(tools=[server tools])": "tools.0.type",
         "messages.batches.create(...)": "no route POST /v1/messages/batches",
     },

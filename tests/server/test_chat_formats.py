@@ -97,7 +97,7 @@ def test_a_request_chooses_thinking(tmp_path: Path) -> None:
             {"chat_template_kwargs": {"tokenize": False}},
             "chat_template_kwargs.tokenize is not an option of this model's renderer",
         ),
-        ({"messages": [{**USER, "reasoning": "hm"}]}, r"messages\[0\]: only an assistant reasons"),
+        ({"messages": [{**USER, "reasoning": "hm"}]}, r"messages\[0\]: only assistant messages have reasoning"),
         (
             {"messages": [USER, {"role": "assistant", "content": "A", "reasoning": "a", "reasoning_content": "b"}]},
             "reasoning and reasoning_content differ",

@@ -168,7 +168,7 @@ def test_the_access_log_says_who_did_what_and_no_key(tmp_path: Path) -> None:
 
 def test_a_home_has_one_server(tmp_path: Path) -> None:
     home = tmp_path / "home"
-    told = rf"is another server's: process {os.getpid()} on .*, since 20"
+    told = rf"is in use by another server: process {os.getpid()} on .*, since 20"
     with one_server(home), pytest.raises(RequestError, match=told), one_server(home):
         pass
     (home / LOCK_FILE).write_text("what a dead process left")

@@ -255,7 +255,7 @@ USE = {"type": "tool_use", "id": "t", "name": "add", "input": {}}
     [
         ({"messages": [*HELLO, {"role": "assistant", "content": [USE]}]}, "messages end with a tool_use"),
         ({"messages": [{"role": "user", "content": [USE]}]}, r"messages\[0\].content\[0\] is a tool_use block"),
-        ({"tools": [{**ADD, "strict": True}]}, r"tools\[0\].strict holds only for a call that must be made"),
+        ({"tools": [{**ADD, "strict": True}]}, r"tools\[0\].strict works only for a forced call"),
         ({"tools": [{**ADD, "defer_loading": True}]}, "defer_loading is unknown here"),
         ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, "disable_parallel_tool_use is not"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name is missing"),

@@ -116,7 +116,7 @@ def test_tools_are_measured_by_a_thread_and_not_written_for_it(tmp_path: Path, m
         async with served.client() as web:
             return (await web.post("/v1/chat/completions", json=chat)).json()["error"]["message"]
 
-    assert "at most 8192 are taken (max_text_kib)" in before(tmp_path, ask, max_text_kib=8)
+    assert "at most 8192 are allowed (max_text_kib)" in before(tmp_path, ask, max_text_kib=8)
     assert len(threads) == 1 and threads[0] is not threading.main_thread()
 
 

@@ -111,7 +111,7 @@ def test_fields_become_a_constraint(fields: dict[str, Any], expected: dict[str, 
         ({"tool_choice": NAMED, "tools": [TOOL]}, "no tool has the name 'say \"hi\"'"),
         ({"tool_choice": "always", "tools": [TOOL]}, "tool_choice must be none, auto, required or"),
         ({"tool_choice": {"type": "function"}, "tools": [TOOL]}, "tool_choice must be none, auto, required or"),
-        ({"tool_choice": "required", "tools": [TOOL]}, "only models that write calls as JSON between <tool_call>"),
+        ({"tool_choice": "required", "tools": [TOOL]}, "only for models that write calls as JSON between <tool_call>"),
     ],
     ids=str,
 )

@@ -183,7 +183,7 @@ def test_an_unknown_or_ended_thing_is_told_at_once(wire: Wire) -> None:
         wire.post("/get_info", model_id=model),
         wire.post("/create_sampling_session", session_id=session, sampling_session_seq_id=0, base_model=_base(wire)),
     ):
-        assert status == 404 and "go on from a saved checkpoint" in reply["detail"]
+        assert status == 404 and "continue from a saved checkpoint" in reply["detail"]
     assert wire.result({"request_id": "never"})["category"] == "user"
 
 
@@ -407,6 +407,6 @@ def test_a_sampling_field_that_would_be_ignored_is_refused_by_name(wire: Wire) -
     """The SDK's own class drops it without a word; a body made by hand gets here."""
     sampler = wire.sampler(wire.session())
     status, reply = wire.sample(sampler, typical_p=0.1)
-    assert status == 422 and "typical_p=0.1 is not offered" in str(reply)
+    assert status == 422 and "typical_p=0.1 is not supported" in str(reply)
     status, reply = wire.sample(sampler, min_p=None, later_sdks_field=None)
     assert status == 200, reply

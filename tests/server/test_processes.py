@@ -49,7 +49,7 @@ def test_a_restarted_server_has_every_checkpoint_and_refuses_clients_of_the_old_
     port = int(first.url.rsplit(":", 1)[1])
     with Serving(tmp_path / "home", port=port) as second:
         assert second.url == first.url
-        with pytest.raises(tinker.NotFoundError, match="go on from a saved checkpoint"):
+        with pytest.raises(tinker.NotFoundError, match="continue from a saved checkpoint"):
             client.forward(DATA, "cross_entropy").result()
         with pytest.raises(tinker.NotFoundError, match="the server was restarted"):
             sampler.sample(tinker.ModelInput.from_ints([1, 2]), 1, tinker.SamplingParams(max_tokens=2)).result()

@@ -16,7 +16,7 @@ from tests.server.serving import KEY, Serving
 from tests.server.tools_model import QUESTION, model_with_tools
 from tests.waiting import HANG_SECONDS
 from tinker_local_backend.server.errors import Refused
-from tinker_local_backend.server.routes_responses import ResponsesBody, _prompt_fields, _Written
+from tinker_local_backend.server.routes_responses import ResponsesBody, _prompt_fields, _ResponseBuilder
 
 pytestmark = pytest.mark.server
 
@@ -183,7 +183,7 @@ def test_reasoning_text_and_calls_become_items() -> None:
     details = {"prompt_tokens_details": {"cached_tokens": 8}}
     usage = {"prompt_tokens": 9, "completion_tokens": 4, "total_tokens": 13, **details}
     reply = {"model": "m", "choices": [{"message": message, "finish_reason": "tool_calls"}], "usage": usage}
-    written = _Written(ResponsesBody(model="m", input="x")).whole(reply)
+    written = _ResponseBuilder(ResponsesBody(model="m", input="x")).whole(reply)
     reasoning, text, first, second = written["output"]
     assert reasoning["content"] == [{"type": "reasoning_text", "text": "Hm."}] and reasoning["summary"] == []
     assert text["content"][0]["text"] == "I add." and text["role"] == "assistant"
@@ -197,11 +197,11 @@ IMAGE = [{"role": "user", "content": [{"type": "input_image", "image_url": "http
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"store": True}, "store is not supported: nothing is stored here"),
-        ({"previous_response_id": "r"}, "previous_response_id is not supported: nothing is stored here"),
+        ({"store": True}, "store is not supported: nothing is stored or truncated here"),
+        ({"previous_response_id": "r"}, "previous_response_id is not supported: nothing is stored or truncated here"),
         ({"conversation": "c"}, "conversation is not supported"),
         ({"background": True}, "background is not supported"),
-        ({"truncation": "auto"}, "truncation is not supported: nothing is stored here, or cut"),
+        ({"truncation": "auto"}, "truncation is not supported: nothing is stored or truncated here"),
         ({"reasoning": {"summary": "auto"}}, "reasoning.summary is not supported"),
         ({"text": {"verbosity": "low"}}, "text.verbosity is not supported"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice.type='web_search' is not supported"),

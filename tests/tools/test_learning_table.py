@@ -29,5 +29,5 @@ def test_a_row_per_run_and_the_change_over_them(tmp_path: Path) -> None:
 
 
 def test_a_run_without_two_evaluations(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="not two evaluations"):
+    with pytest.raises(ConfigurationError, match="two evaluations of"):
         table(CLIConfig(runs=run(tmp_path / "a", 0, [0.2], (0.25,))))

@@ -76,4 +76,4 @@ def test_mistakes_are_named(arguments: list[str], capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit) as raised:
         migrate.main(arguments)
     assert raised.value.code == 2
-    assert "there is no such" in capsys.readouterr().err
+    assert "does not exist" in capsys.readouterr().err

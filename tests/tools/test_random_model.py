@@ -73,7 +73,7 @@ def test_every_fourth_layer_and_the_last_attend() -> None:
         ({"architecture": "lama"}, "architecture='lama': transformers has no such model type"),
         ({"architecture": "rwkv"}, "architecture='rwkv': model .* keeps its states in tensors of another kind"),
         ({"fields": "4"}, "fields='4': must be a JSON object"),
-        ({"fields": "{"}, "fields='{': is no JSON"),
+        ({"fields": "{"}, "fields='{': is not JSON"),
     ],
 )
 def test_mistakes(keys: dict[str, str], message: str, tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def test_a_variable_chooses(value: str, index: str | None) -> None:
 
 
 def test_what_is_no_index_is_told() -> None:
-    with pytest.raises(ValueError, match="TORCH_INDEX='gpu': must be cpu, default, or the address of an index"):
+    with pytest.raises(ValueError, match="TORCH_INDEX='gpu': must be cpu, default, or the URL of an index"):
         choose({"TORCH_INDEX": "gpu"}, "linux", unasked, unasked)
 
 

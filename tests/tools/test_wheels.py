@@ -212,8 +212,9 @@ def test_a_complete_environment_has_nothing_unmet() -> None:
 def test_missing_and_old_packages_are_named_with_the_fix() -> None:
     found = unmet(["a>=1", "b>=2", "torch>=2.10"], {"a"}, a=("1.5", ["c"]), b=("1.9", []), torch=("2.9.1", []))
     assert sorted(found) == [
-        "a 1.5 needs c, but c is not installed: carry it too: download again with --have set to what this Python has",
-        "pyproject.toml needs b>=2, but b 1.9 is installed: carry it too: download again with --have set to what this Python has",
+        "a 1.5 needs c, but c is not installed: carry it too: download again with --have set to the packages of this Python",
+        "pyproject.toml needs b>=2, but b 1.9 is installed: carry it too: download again with --have set to the packages of this "
+        "Python",
         "pyproject.toml needs torch>=2.10, but torch 2.9.1 is installed: use an image with torch>=2.10",
     ]
 

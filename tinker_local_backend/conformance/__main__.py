@@ -3,9 +3,9 @@
     python -m tinker_local_backend.conformance base_url=http://127.0.0.1:8000
     python -m tinker_local_backend.conformance base_url=http://gpu-machine:8000 api_key=tml-... model=Qwen/Qwen3-4B json=rows.json
 
-Prints a line per check: passed; failed, with what was expected; or refused, where the server says that it does not offer
-something that it may leave out. Exits with 0 if nothing failed. Each check makes a few small clients (rank 8, some dozens of
-tokens) in a session of its own, which it ends; checkpoints that it saves stay, under names with a random ending.
+Prints a line per check: passed; failed, with the expected result; or refused, if the server says that it does not offer an
+optional feature. Exits with 0 if nothing failed. Each check makes a few small clients (rank 8, some dozens of tokens) in its
+own session, which it closes; the checkpoints that it saves stay, under names with a random suffix.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Config:
         default=None, doc="base model; default: the first that the server's capabilities list"
     )
     tokenizer: str | None = chz.field(
-        default=None, doc="directory or hub id of its tokenizer; default: as the server says"
+        default=None, doc="directory or hub id of its tokenizer; default: the one that the server names"
     )
     checks: list[str] | None = chz.field(default=None, doc="names of checks, or parts of names; default: all")
     json: str | None = chz.field(default=None, doc="file to write the rows to")
@@ -82,22 +82,22 @@ def chosen(names: list[str] | None) -> list[Check]:
 
 
 def target(config: Config) -> Target:
-    """The server of a config. Exits with an error if there is no address, or no answer from it."""
+    """The server of a config. Exits with an error if there is no address, or if the server does not answer."""
     address = config.base_url or os.environ.get("TINKER_BASE_URL")
     if address is None:
         fail("base_url is not set, nor is TINKER_BASE_URL; give the server's address, such as http://127.0.0.1:8000")
     key = config.api_key or os.environ.get("TINKER_API_KEY") or ANY_KEY
-    found = Target(address.rstrip("/"), key, config.model or "", config.tokenizer, config.tolerance)
+    server = Target(address.rstrip("/"), key, config.model or "", config.tokenizer, config.tolerance)
     if config.model is not None:
-        return found
+        return server
     try:
-        models = found.rest().get_server_capabilities().result().supported_models
+        models = server.rest().get_server_capabilities().result().supported_models
     except (tinker.TinkerError, ValueError) as error:
         fail(f"{address} does not list its models ({describe(error)}); check the address and the key, or give model=")
     names = [model.model_name for model in models if model.model_name]
     if not names:
         fail(f"{address} lists no model; give model=")
-    return Target(found.base_url, key, names[0], config.tokenizer, config.tolerance)
+    return Target(server.base_url, key, names[0], config.tokenizer, config.tolerance)
 
 
 def main(config: Config) -> NoReturn:
@@ -107,7 +107,7 @@ def main(config: Config) -> NoReturn:
     for row in harness.run(checks, server, config.seconds):
         rows.append(row)
         print(harness.line(row), flush=True)
-        if config.json is not None:  # after each, so that a run that is stopped leaves what it has
+        if config.json is not None:  # after each check, so that an interrupted run keeps its rows
             Path(config.json).expanduser().write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     print(harness.summary(rows), flush=True)
     sys.stderr.flush()
@@ -116,5 +116,5 @@ def main(config: Config) -> NoReturn:
 
 
 if __name__ == "__main__":
-    warnings.simplefilter("ignore")  # the SDK's, about calls that are checked although they are deprecated
+    warnings.simplefilter("ignore")  # the SDK warns of deprecated calls, which are checked too
     run(main, parse(Config))

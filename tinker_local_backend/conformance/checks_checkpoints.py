@@ -1,4 +1,4 @@
-"""Checks of checkpoints: what is saved comes back as it was, and can be taken elsewhere."""
+"""Checks of checkpoints: saved state loads unchanged, and weights can be exported."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ANY_PROJECT = "conformance"
 
 
 def saved_state(probe: Probe) -> None:
-    """create_training_client_from_state gives the weights that save_state kept, with a new optimizer."""
+    """create_training_client_from_state loads the weights that save_state saved, with a new optimizer."""
     trainer, path, kept, following = _saved(probe)
     loaded = probe.service.create_training_client_from_state(path).result()
     expect_close(forward_logprobs(loaded, TOKENS), kept, "the loaded weights", atol=0.02)
@@ -52,12 +52,12 @@ def saved_state(probe: Probe) -> None:
     expect(info.lora_rank == RANK, f"the loaded client's rank is {info.lora_rank}, expected {RANK}")
     train(loaded)
     difference = np.abs(forward_logprobs(loaded, TOKENS) - following).max()
-    expect(difference > 1e-5, "its next step is that of the saved optimizer")
+    expect(difference > 1e-5, "its next step used the saved optimizer")
     expect(loaded.model_id != trainer.model_id, f"the loaded client has the id of the saved one, {loaded.model_id}")
 
 
 def saved_state_with_optimizer(probe: Probe) -> None:
-    """create_training_client_from_state_with_optimizer goes on as the saved client does."""
+    """create_training_client_from_state_with_optimizer continues exactly as the saved client."""
     _, path, kept, following = _saved(probe)
     loaded = probe.service.create_training_client_from_state_with_optimizer(path).result()
     expect_close(forward_logprobs(loaded, TOKENS), kept, "the loaded weights", atol=0.02)
@@ -82,7 +82,7 @@ def load_state(probe: Probe) -> None:
 
 
 def _saved(probe: Probe) -> tuple[tinker.TrainingClient, str, Floats, Floats]:
-    """A client, the path of its state, its logprobs of TOKENS then, and those after one more step."""
+    """A client, the path of its saved state, and its logprobs of TOKENS at the save and after one more step."""
     trainer = probe.trainer()
     for _ in range(3):
         train(trainer, rate=4e-3)
@@ -94,21 +94,23 @@ def _saved(probe: Probe) -> tuple[tinker.TrainingClient, str, Floats, Floats]:
 
 
 def saved_sampler(probe: Probe) -> None:
-    """A sampling client of save_weights_for_sampler's path has the weights of that step."""
+    """A sampling client of a path from save_weights_for_sampler has the weights of that step."""
     trainer = probe.trained(6)
     path = trainer.save_weights_for_sampler(f"sampler-{probe.label}").result().path
     expect(path.startswith(f"tinker://{trainer.model_id}/sampler_weights/"), f"the path is {path}")
     kept = forward_logprobs(trainer, TOKENS)
     train(trainer, rate=1e-2)
     sampler = probe.service.create_sampling_client(model_path=path).result()
-    found = [value or 0.0 for value in sampler.compute_logprobs(prompt(TOKENS)).result()[1:]]
-    difference = float(np.abs(np.asarray(found) - kept).mean())
-    expect(difference <= probe.target.tolerance, f"its logprobs differ from the trainer's then by {difference:.3g}")
+    logprobs = [value or 0.0 for value in sampler.compute_logprobs(prompt(TOKENS)).result()[1:]]
+    difference = float(np.abs(np.asarray(logprobs) - kept).mean())
+    expect(
+        difference <= probe.target.tolerance, f"its logprobs differ from the trainer's at the save by {difference:.3g}"
+    )
     expect(sampler.get_base_model() == probe.target.model, f"its base model is {sampler.get_base_model()!r}")
 
 
 def snapshots(probe: Probe) -> None:
-    """A snapshot for sampling stays what it was while training goes on."""
+    """A sampling snapshot does not change while training goes on."""
     trainer = probe.trained()
     snapshot = trainer.save_weights_and_get_sampling_client().result()
     before = _scores(snapshot)
@@ -120,7 +122,7 @@ def snapshots(probe: Probe) -> None:
 
 
 def inflight_samplers(probe: Probe) -> None:
-    """A sampler of kind "inflight" samples, and one of the next weights has those."""
+    """A sampler of kind "inflight" samples, and one created after more training has the new weights."""
     trainer = probe.trained()
     first = offered(lambda: trainer.save_weights_and_get_sampling_client(kind="inflight").result())
     _scores(first)
@@ -132,7 +134,7 @@ def inflight_samplers(probe: Probe) -> None:
         difference <= probe.target.tolerance, f"the second one's logprobs differ from the trainer's by {difference:.3g}"
     )
     reply = first.sample(prompt(TOKENS), 1, sampling_params(max_tokens=4)).result()
-    expect(len(reply.sequences[0].tokens) == 4, "the first one samples no more")
+    expect(len(reply.sequences[0].tokens) == 4, "the first one no longer samples")
 
 
 def _scores(sampler: tinker.SamplingClient) -> Floats:
@@ -140,7 +142,7 @@ def _scores(sampler: tinker.SamplingClient) -> Floats:
 
 
 def time_to_live(probe: Probe) -> None:
-    """A checkpoint expires when it was told to, and its ttl can be changed and taken away."""
+    """A checkpoint expires after its ttl, which can be changed and removed."""
     path = probe.trained(1).save_state(f"brief-{probe.label}", ttl_seconds=TTL).result().path
 
     def seconds_left() -> float | None:
@@ -174,7 +176,7 @@ def deletion(probe: Probe) -> None:
 
 
 def external_weights(probe: Probe) -> None:
-    """save_weights_external gives addresses of PEFT's files that need no key."""
+    """save_weights_external gives URLs of the PEFT files, which need no key."""
     trainer = probe.trained(2)
     path = offered(lambda: trainer.save_weights_external(f"export-{probe.label}").result()).path
     urls = probe.rest.get_external_weights_urls(path).result().urls
@@ -225,7 +227,7 @@ def _expect_peft(read: Callable[[str], bytes]) -> None:
 
 
 def copy_weights(probe: Probe) -> None:
-    """copy_weights makes a checkpoint of the same weights in a run of its own, in the project of TINKER_PROJECT_ID."""
+    """copy_weights makes a checkpoint of the same weights in a new run, in the project of TINKER_PROJECT_ID."""
     trainer = probe.trained()
     path = trainer.save_state(f"source-{probe.label}").result().path
     project = os.environ.get("TINKER_PROJECT_ID", ANY_PROJECT)

@@ -1,4 +1,4 @@
-"""Checks of errors: what is wrong with a request is said at once, as an error of the SDK, and nothing else suffers."""
+"""Checks of errors: a bad request fails at once with an error of the SDK, and disturbs no other request."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ from tinker_local_backend.conformance.probe import (
 
 SECONDS = 40.0
 """An error that the SDK retries takes minutes."""
-NOBODY = "conformance/no-such-model"
+UNKNOWN_MODEL = "conformance/no-such-model"
 
 
 def unknown_model(probe: Probe) -> None:
     """A base model that is not served is refused, for training and for sampling."""
     service = probe.service
-    expect_refusal(lambda: service.create_lora_training_client(NOBODY, rank=4).result(), "a training client")
-    expect_refusal(lambda: _drawn(service.create_sampling_client(base_model=NOBODY).result()), "a sampling client")
+    expect_refusal(lambda: service.create_lora_training_client(UNKNOWN_MODEL, rank=4).result(), "a training client")
+    expect_refusal(
+        lambda: _drawn(service.create_sampling_client(base_model=UNKNOWN_MODEL).result()), "a sampling client"
+    )
 
 
 def unknown_run(probe: Probe) -> None:
@@ -67,7 +69,7 @@ def too_long_prompt(probe: Probe) -> None:
 
 
 def loss_inputs(probe: Probe) -> None:
-    """Data that a loss cannot be computed from are refused: missing, of another length, outside the vocabulary."""
+    """Loss inputs that are missing, of the wrong length or outside the vocabulary are refused; so is an unknown loss."""
     tokens = token_ids(9)
     ones = np.ones(8)
     wrong: dict[str, tuple[Any, tinker.Datum]] = {
@@ -82,7 +84,7 @@ def loss_inputs(probe: Probe) -> None:
 
 
 def other_clients(probe: Probe) -> None:
-    """What one client does wrong changes nothing for another."""
+    """A bad request of one client changes nothing for another."""
     good, bad = probe.trainer(), probe.trainer()
     before = forward_logprobs(good, token_ids(12))
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Checks of losses: each is computed again from the logprobs that the server returned.
+"""Checks of losses: each is recomputed from the logprobs that the server returned.
 
 lp is the model's logprob of the target, q its logprob at sampling time, A the advantage, r = exp(lp - q). All are sums over
 positions and data. `tinker_local_backend.engine.training.losses` has the sources of the formulas.
@@ -97,7 +97,7 @@ def _check(
     config: Mapping[str, float] | None = None,
     mask: bool = False,
 ) -> None:
-    """Compare a loss of both signs of advantage and of ratios on both sides of every bound."""
+    """Compare a loss with its formula, for advantages of both signs and ratios on both sides of every bound."""
     offsets = [np.resize([-1.6, -0.4, -0.1, 0.0, 0.15, 0.5, 1.1], length) for length in LENGTHS]
     advantages = [np.resize([1.0, -0.5, 2.0, 0.25, -1.5], length) for length in LENGTHS]
     rows = [token_ids(length + 1, seed) for seed, length in enumerate(LENGTHS)]
@@ -115,8 +115,8 @@ def _check(
         for index, (q, a) in enumerate(zip(sampled, advantages, strict=True))
     ]
     expected = sum(formula(*each) for each in quantities)
-    said = "its defaults" if config is None else ", ".join(f"{key}={value:g}" for key, value in config.items())
-    expect_close(output.metrics["loss:sum"], expected, f"loss:sum with {said}")
+    settings_text = "its defaults" if config is None else ", ".join(f"{key}={value:g}" for key, value in config.items())
+    expect_close(output.metrics["loss:sum"], expected, f"loss:sum with {settings_text}")
 
 
 def _direction(probe: Probe, name: Any, config: dict[str, float] | None = None, mask: bool = False) -> None:
@@ -176,7 +176,7 @@ def _towards_minus_one(data: list[tinker.Datum], logprobs: list[Any]) -> tuple[A
 
 
 def forward_backward_custom(probe: Probe) -> None:
-    """A loss of the caller's own, computed in the client, has its value and its gradient."""
+    """A custom loss, computed in the client, returns its value and trains on its gradient."""
     trainer = probe.trainer()
     data = [supervised(token_ids(length + 1, seed)) for seed, length in enumerate(LENGTHS)]
     values = []
@@ -185,7 +185,9 @@ def forward_backward_custom(probe: Probe) -> None:
         output = trainer.forward_backward_custom(data, _towards_minus_one).result()
         values.append(output.metrics["loss:sum"])
         expect_close(values[-1], sum(((each + 1.0) ** 2).sum() for each in logprobs), "loss:sum", rtol=0.02)
-        expect(output.metrics.get("positions") == sum(LENGTHS), f"the loss's own metric is lost: {output.metrics}")
+        expect(
+            output.metrics.get("positions") == sum(LENGTHS), f"the custom loss's metric is missing: {output.metrics}"
+        )
         trainer.optim_step(tinker.AdamParams(learning_rate=1e-3)).result()
     expect(values[-1] < values[0], f"the loss did not fall: {values[0]:.4g} to {values[-1]:.4g}")
 
@@ -196,7 +198,7 @@ def _weighted(logprobs: Any, advantages: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def create_custom_loss(probe: Probe) -> None:
-    """A traced loss, which the SDK may send to the server, has its value."""
+    """A traced loss, which the SDK may send to the server, returns its value."""
     handle = offered(lambda: probe.service.create_custom_loss(_weighted, {"logprobs": 1, "advantages": 1}).result())
     trainer = probe.trainer()
     tokens = token_ids(10, 3)

@@ -1,4 +1,4 @@
-"""Checks of what is listed and described: runs, checkpoints, sessions, and who asks."""
+"""Checks of calls that list and describe runs, checkpoints, sessions and the caller."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PAGE = 20
 
 
 def training_runs(probe: Probe) -> None:
-    """A run is described and listed, with what it was made with."""
+    """A run is described and listed with the settings that it was created with."""
     trainer = probe.trainer(user_metadata={"who": probe.label})
     run = probe.rest.get_training_run(trainer.model_id).result()
     expect(run.training_run_id == trainer.model_id, f"asked for {trainer.model_id}, got {run.training_run_id}")
@@ -38,7 +38,7 @@ def checkpoints(probe: Probe) -> None:
         expect(path.endswith(f"/{entry.checkpoint_id}"), f"{path} has the id {entry.checkpoint_id!r}")
         expect(entry.size_bytes is None or entry.size_bytes > 0, f"{path} has {entry.size_bytes} bytes")
     run = probe.rest.get_training_run_by_tinker_path(paths["training"]).result()
-    expect(run.training_run_id == trainer.model_id, f"{paths['training']} is said to be of {run.training_run_id}")
+    expect(run.training_run_id == trainer.model_id, f"{paths['training']} is attributed to run {run.training_run_id}")
     expect(run.last_checkpoint is not None, "the run's last_checkpoint is None")
 
 
@@ -50,7 +50,7 @@ def user_checkpoints(probe: Probe) -> None:
 
 
 def publishing(probe: Probe) -> None:
-    """A checkpoint can be published, and taken back."""
+    """A checkpoint can be published and unpublished."""
     trainer = probe.trained(1)
     path = trainer.save_state(f"public-{probe.label}").result().path
 
@@ -73,11 +73,11 @@ def weights_info(probe: Probe) -> None:
     info = probe.rest.get_weights_info_by_tinker_path(path).result()
     expect(info.base_model == probe.target.model, f"base_model is {info.base_model!r}")
     expect(info.is_lora and info.lora_rank == RANK, f"is_lora={info.is_lora}, lora_rank={info.lora_rank}")
-    expect(info.train_unembed is not True, f"train_unembed is {info.train_unembed}, asked False")
+    expect(info.train_unembed is not True, f"train_unembed is {info.train_unembed}, requested False")
 
 
 def sessions(probe: Probe) -> None:
-    """A session is listed, and has the runs that were made in it."""
+    """A session is listed, and names the runs that were created in it."""
     trainer = probe.trainer()
     session_id = trainer.model_id.split(":")[0]
     listed = offered(lambda: probe.rest.list_sessions(limit=PAGE).result()).sessions
@@ -95,18 +95,18 @@ def samplers(probe: Probe) -> None:
     probe.service.create_sampling_client(model_path=path).result()
     session = offered(lambda: probe.rest.get_session(trainer.model_id.split(":")[0]).result())
     expect(len(session.sampler_ids) == 1, f"the session's samplers are {session.sampler_ids}, expected one")
-    found = probe.rest.get_sampler(session.sampler_ids[0]).result()
-    expect(found.base_model == probe.target.model, f"its base model is {found.base_model!r}")
-    expect(found.model_path == path, f"its model_path is {found.model_path!r}, expected {path}")
+    sampler = probe.rest.get_sampler(session.sampler_ids[0]).result()
+    expect(sampler.base_model == probe.target.model, f"its base model is {sampler.base_model!r}")
+    expect(sampler.model_path == path, f"its model_path is {sampler.model_path!r}, expected {path}")
 
 
 def whoami(probe: Probe) -> None:
-    """whoami names the caller, where the server hands out tokens that do."""
+    """whoami names the caller, if the server issues tokens that identify callers."""
     try:
-        found = probe.rest.whoami().result()
-    except (tinker.TinkerError, RuntimeError) as error:  # the SDK itself says so, for lack of a token
+        caller = probe.rest.whoami().result()
+    except (tinker.TinkerError, RuntimeError) as error:  # the SDK raises this itself if it has no token
         raise RefusedError(describe(error)) from error
-    expect(found.user_urn and found.org_urn, f"user_urn={found.user_urn!r}, org_urn={found.org_urn!r}")
+    expect(caller.user_urn and caller.org_urn, f"user_urn={caller.user_urn!r}, org_urn={caller.org_urn!r}")
 
 
 def console_url(probe: Probe) -> None:

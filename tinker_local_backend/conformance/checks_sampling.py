@@ -1,4 +1,4 @@
-"""Checks of sampling clients: tokens, logprobs, seeds, stops, and that they are those of the trainer's weights."""
+"""Checks of sampling clients: tokens, logprobs, seeds, stops, and agreement with the trainer's weights."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def drawn(
     return [list(sequence.tokens) for sequence in reply.sequences]
 
 
-def mean_difference(found: object, expected: object) -> float:
-    return float(np.abs(np.asarray(found, dtype=np.float64) - np.asarray(expected, dtype=np.float64)).mean())
+def mean_difference(actual: object, expected: object) -> float:
+    return float(np.abs(np.asarray(actual, dtype=np.float64) - np.asarray(expected, dtype=np.float64)).mean())
 
 
-def expect_near(probe: Probe, found: object, expected: object, what: str) -> None:
+def expect_near(probe: Probe, actual: object, expected: object, what: str) -> None:
     """Raise NonconformingError unless two passes agree up to the rounding of the model's dtype."""
-    difference, tolerance = mean_difference(found, expected), probe.target.tolerance
+    difference, tolerance = mean_difference(actual, expected), probe.target.tolerance
     expect(difference <= tolerance, f"{what}: they differ by {difference:.3g} on average, more than {tolerance:g}")
 
 
@@ -47,9 +47,9 @@ def numbers(logprobs: Sequence[float | None] | None, what: str) -> list[float]:
     expect(logprobs is not None, f"{what}: there are none")
     assert logprobs is not None
     expect(logprobs[0] is None, f"{what}: the first is {logprobs[0]}, and nothing precedes it: expected None")
-    found = [value for value in logprobs[1:] if value is not None]
-    expect(len(found) == len(logprobs) - 1, f"{what}: {len(logprobs) - 1 - len(found)} are missing")
-    return found
+    values = [value for value in logprobs[1:] if value is not None]
+    expect(len(values) == len(logprobs) - 1, f"{what}: {len(logprobs) - 1 - len(values)} are missing")
+    return values
 
 
 def sample(probe: Probe) -> None:
@@ -68,7 +68,7 @@ def sample(probe: Probe) -> None:
 
 
 def seeds(probe: Probe) -> None:
-    """A seed gives the same tokens again; others give other tokens."""
+    """A seed gives the same tokens again; different seeds give different tokens."""
     sampler = probe.base_sampler()
     first = [drawn(sampler, seed) for seed in range(4)]
     again = [drawn(sampler, seed) for seed in range(4)]
@@ -94,10 +94,11 @@ def greedy(probe: Probe) -> None:
         tokens = drawn(sampler, 5, max_tokens=8, **{name: value})[0]
         params = sampling_params(max_tokens=1)
         reply = sampler.sample(prompt([*PROMPT, *tokens]), 1, params, True, 1).result()
-        found = numbers(reply.prompt_logprobs, "prompt_logprobs")[len(PROMPT) - 1 :]
+        logprobs = numbers(reply.prompt_logprobs, "prompt_logprobs")[len(PROMPT) - 1 :]
         best = [(row or [(-1, math.inf)])[0][1] for row in (reply.topk_prompt_logprobs or [])[len(PROMPT) :]]
         # Two tokens may be as likely as each other, up to rounding.
-        expect_close(found, best, f"logprobs with {name}={value:g} and the largest", atol=3 * probe.target.tolerance)
+        what = f"logprobs with {name}={value:g} and the largest"
+        expect_close(logprobs, best, what, atol=3 * probe.target.tolerance)
 
 
 def sampler_and_trainer(probe: Probe) -> None:
@@ -113,7 +114,7 @@ def sampler_and_trainer(probe: Probe) -> None:
 
 
 def trained_weights_are_sampled(probe: Probe) -> None:
-    """A sampler of trained weights is neither the base model's nor that of an earlier step."""
+    """A sampler of trained weights has those weights, not the base model's nor those of an earlier step."""
     trainer = probe.trainer()
     tokens = token_ids(12, 0)  # of the data that is trained on
 
@@ -131,26 +132,26 @@ def trained_weights_are_sampled(probe: Probe) -> None:
 
 
 def compute_logprobs(probe: Probe) -> None:
-    """compute_logprobs has None and then a number for each token, those of the trainer."""
+    """compute_logprobs returns None for the first token, and the trainer's logprob for each other one."""
     tokens = token_ids(20, 4)
-    found = probe.base_sampler().compute_logprobs(prompt(tokens)).result()
-    expect(len(found) == len(tokens), f"{len(found)} logprobs for {len(tokens)} tokens")
+    logprobs = probe.base_sampler().compute_logprobs(prompt(tokens)).result()
+    expect(len(logprobs) == len(tokens), f"{len(logprobs)} logprobs for {len(tokens)} tokens")
     expected = forward_logprobs(probe.trainer(), tokens)  # a new adapter is the base model
-    expect_near(probe, numbers(found, "compute_logprobs"), expected, "compute_logprobs and forward of a new adapter")
+    expect_near(probe, numbers(logprobs, "compute_logprobs"), expected, "compute_logprobs and forward of a new adapter")
 
 
 def prompt_logprobs(probe: Probe) -> None:
     """include_prompt_logprobs and topk_prompt_logprobs agree with compute_logprobs and with each other."""
     sampler, tokens = probe.base_sampler(), token_ids(20, 4)
     reply = sampler.sample(prompt(tokens), 1, sampling_params(max_tokens=1), True, TOPK).result()
-    found = numbers(reply.prompt_logprobs, "prompt_logprobs")
+    logprobs = numbers(reply.prompt_logprobs, "prompt_logprobs")
     expected = numbers(sampler.compute_logprobs(prompt(tokens)).result(), "compute_logprobs")
-    expect_near(probe, found, expected, "prompt_logprobs and compute_logprobs")
+    expect_near(probe, logprobs, expected, "prompt_logprobs and compute_logprobs")
     rows = reply.topk_prompt_logprobs
     expect(rows is not None and len(rows) == len(tokens), "topk_prompt_logprobs has no entry for each token")
     assert rows is not None
     expect(not rows[0], f"topk_prompt_logprobs begins with {rows[0]}, and nothing precedes the first token")
-    for position, (row, token, logprob) in enumerate(zip(rows[1:], tokens[1:], found, strict=True), start=1):
+    for position, (row, token, logprob) in enumerate(zip(rows[1:], tokens[1:], logprobs, strict=True), start=1):
         _expect_topk(row, token, logprob, f"topk_prompt_logprobs[{position}]")
 
 
@@ -159,7 +160,7 @@ def _expect_topk(row: Sequence[tuple[int, float]] | None, token: int, logprob: f
     expect(row is not None and len(row) == TOPK, f"{what} has {len(row or ())} entries, expected {TOPK}")
     assert row is not None
     values = [value for _, value in row]
-    expect(values == sorted(values, reverse=True), f"{what} does not fall: {values}")
+    expect(values == sorted(values, reverse=True), f"{what} is not in descending order: {values}")
     expect(len({token for token, _ in row}) == TOPK, f"{what} names a token twice")
     expect(sum(math.exp(value) for value in values) <= 1.001, f"{what}: the probabilities sum to more than 1")
     if token in dict(row):
@@ -204,7 +205,7 @@ def stop_strings(probe: Probe) -> None:
         if wanted and wanted.isascii() and wanted.isprintable():
             break
     else:
-        raise NonconformingError("six samples of 24 tokens hold no text to stop at")
+        raise NonconformingError("six samples of 24 tokens contain no text to stop at")
     ends = next(count for count, text in enumerate(texts) if wanted in text)
     reply = sampler.sample(prompt(PROMPT), 1, sampling_params(max_tokens=24, seed=seed, stop=[wanted])).result()
     sequence = reply.sequences[0]
@@ -221,12 +222,12 @@ def _tokenizer(probe: Probe) -> Any:
 
 
 def prompt_logprobs_last_n(probe: Probe) -> None:
-    """prompt_logprobs_last_n scores the last tokens alone, and alike."""
+    """prompt_logprobs_last_n scores only the last tokens, with the same logprobs."""
     sampler, tokens, last = probe.base_sampler(), token_ids(20, 4), 5
-    found = offered(lambda: sampler.compute_logprobs(prompt(tokens), last).result())
+    logprobs = offered(lambda: sampler.compute_logprobs(prompt(tokens), last).result())
     every = sampler.compute_logprobs(prompt(tokens)).result()
-    expect(found[:-last] == [None] * (len(tokens) - last), f"{len(tokens) - last} must be None: {found[:-last]}")
-    expect_near(probe, found[-last:], every[-last:], f"the last {last} and those of the whole prompt")
+    expect(logprobs[:-last] == [None] * (len(tokens) - last), f"{len(tokens) - last} must be None: {logprobs[:-last]}")
+    expect_near(probe, logprobs[-last:], every[-last:], f"the last {last} and those of the whole prompt")
 
 
 def target_prompt_logprobs(probe: Probe) -> None:
@@ -238,11 +239,13 @@ def target_prompt_logprobs(probe: Probe) -> None:
     reply = offered(lambda: sampler.sample(prompt(tokens), 1, params, True, target_prompt_logprobs=asked).result())
     expect(reply.target_prompt_logprobs is not None, "target_prompt_logprobs is missing")
     assert reply.target_prompt_logprobs is not None
-    found = reply.target_prompt_logprobs.to_numpy().reshape(len(tokens) - 1, 2)
-    expect_near(probe, found[:, 0], numbers(reply.prompt_logprobs, "prompt_logprobs"), "those of the prompt's tokens")
+    logprobs = reply.target_prompt_logprobs.to_numpy().reshape(len(tokens) - 1, 2)
+    expect_near(
+        probe, logprobs[:, 0], numbers(reply.prompt_logprobs, "prompt_logprobs"), "those of the prompt's tokens"
+    )
     swapped = [*tokens[:5], others[4], *tokens[6:]]
     alone = numbers(sampler.compute_logprobs(prompt(swapped)).result(), "compute_logprobs")
-    expect_close(found[4, 1], alone[4], "that of another token", atol=3 * probe.target.tolerance)
+    expect_close(logprobs[4, 1], alone[4], "that of another token", atol=3 * probe.target.tolerance)
 
 
 def prompt_alt_tokens(probe: Probe) -> None:
@@ -264,7 +267,7 @@ def _pair(reply: tinker.SampleResponse) -> tuple[tinker.TensorData, tinker.Tenso
 
 
 def concurrent_requests(probe: Probe) -> None:
-    """Requests in flight together each get their own answer."""
+    """Concurrent requests each get their own result."""
     sampler = probe.base_sampler()
     prompts = [token_ids(6 + number, 20 + number) for number in range(12)]
     scores = [sampler.compute_logprobs(prompt(tokens)) for tokens in prompts]
@@ -275,9 +278,9 @@ def concurrent_requests(probe: Probe) -> None:
         together = numbers(score.result(), "compute_logprobs")
         expect(len(together) == len(alone), f"request {number} has {len(together)} logprobs, expected {len(alone)}")
         expect_near(probe, together, alone, f"request {number} among others and alone")
-        beside = numbers(reply.result().prompt_logprobs, "prompt_logprobs")
-        expect(len(beside) == len(alone), f"sample {number} has {len(beside)} prompt logprobs, expected {len(alone)}")
-        expect_near(probe, beside, alone, f"sample {number} among others and alone")
+        sampled = numbers(reply.result().prompt_logprobs, "prompt_logprobs")
+        expect(len(sampled) == len(alone), f"sample {number} has {len(sampled)} prompt logprobs, expected {len(alone)}")
+        expect_near(probe, sampled, alone, f"sample {number} among others and alone")
 
 
 def cancellation(probe: Probe) -> None:

@@ -1,4 +1,4 @@
-"""Checks of training clients: what they compute, accumulate and step."""
+"""Checks of training clients: forward passes, accumulated gradients and optimizer steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tinker_local_backend.conformance.probe import (
 )
 
 CHUNKED = 1030
-"""Data of a call that the SDK sends as two requests, of at most 1024 each."""
+"""Datums in a call that the SDK splits into two requests, of at most 1024 each."""
 
 
 def capabilities(probe: Probe) -> None:
@@ -34,7 +34,9 @@ def create_lora_client(probe: Probe) -> None:
     """create_lora_training_client and get_info state base model and rank."""
     trainer = probe.trainer()
     info = trainer.get_info()
-    expect(info.is_lora and info.lora_rank == RANK, f"is_lora={info.is_lora}, lora_rank={info.lora_rank}, asked {RANK}")
+    expect(
+        info.is_lora and info.lora_rank == RANK, f"is_lora={info.is_lora}, lora_rank={info.lora_rank}, requested {RANK}"
+    )
     expect(info.model_data.model_name, "get_info has no model_data.model_name")
     expect(trainer.model_id.count(":") == 2, f"model id {trainer.model_id!r} is not <session>:train:<number>")
 
@@ -77,7 +79,7 @@ def optim_step(probe: Probe) -> None:
 
 
 def gradients_accumulate(probe: Probe) -> None:
-    """Gradients of several forward_backward calls add up until the step, and are gone after it."""
+    """Gradients of several forward_backward calls add up until the step, which clears them."""
     whole, split = probe.trainer(), probe.trainer()
     untouched = forward_logprobs(whole, token_ids(24, 5))
     for _ in range(2):
@@ -93,7 +95,7 @@ def gradients_accumulate(probe: Probe) -> None:
 
 
 def seeds_of_adapters(probe: Probe) -> None:
-    """Clients of one seed train alike, and others differently."""
+    """Clients with the same seed train alike, and clients with different seeds do not."""
     clients = [probe.trainer(seed) for seed in (7, 7, 8)]
     tokens = token_ids(24, 5)
     for trainer in clients:
@@ -105,25 +107,25 @@ def seeds_of_adapters(probe: Probe) -> None:
 
 
 def data_in_chunks(probe: Probe) -> None:
-    """A call of more data than a request holds has all outputs, in order, and their sum."""
+    """A call with more data than a request holds returns all outputs in order, and their sum."""
     trainer = probe.trainer()
     rows = [token_ids(3, seed % 7) for seed in range(CHUNKED)]
     output = trainer.forward_backward([supervised(row) for row in rows], "cross_entropy").result()
     expect(len(output.loss_fn_outputs) == CHUNKED, f"{len(output.loss_fn_outputs)} outputs for {CHUNKED} data")
-    found = np.stack([logprobs_of(output, index) for index in range(CHUNKED)])
+    logprobs = np.stack([logprobs_of(output, index) for index in range(CHUNKED)])
     each = np.stack([forward_logprobs(trainer, token_ids(3, seed)) for seed in range(7)])
-    expect_close(found, each[np.arange(CHUNKED) % 7], "logprobs", atol=0.05)
-    expect_close(output.metrics["loss:sum"], -found.sum(), "loss:sum")
+    expect_close(logprobs, each[np.arange(CHUNKED) % 7], "logprobs", atol=0.05)
+    expect_close(output.metrics["loss:sum"], -logprobs.sum(), "loss:sum")
 
 
 def requests_keep_their_order(probe: Probe) -> None:
-    """Steps that are submitted without waiting are those that are waited for."""
-    waiting, hurrying = probe.trainer(), probe.trainer()
-    expected = [train(waiting, [DATA[step % 3]]) for step in range(6)]
+    """Steps that are submitted without waiting give the losses of steps that are awaited one by one."""
+    sequential, pipelined = probe.trainer(), probe.trainer()
+    expected = [train(sequential, [DATA[step % 3]]) for step in range(6)]
     outputs, steps = [], []
     for step in range(6):
-        outputs.append(hurrying.forward_backward([DATA[step % 3]], "cross_entropy"))
-        steps.append(hurrying.optim_step(tinker.AdamParams(learning_rate=1e-3)))
+        outputs.append(pipelined.forward_backward([DATA[step % 3]], "cross_entropy"))
+        steps.append(pipelined.optim_step(tinker.AdamParams(learning_rate=1e-3)))
     for step in steps:
         step.result()
     losses = [output.result().metrics["loss:sum"] for output in outputs]

@@ -1,4 +1,4 @@
-"""Run checks one after the other, each on its own thread with its own time limit, and say how each ended."""
+"""Run checks one after the other, each on its own thread with its own time limit, and report the outcome of each."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ Outcome = Literal["passed", "failed", "refused"]
 SECONDS = 120.0
 """Time limit of a check. The SDK repeats a request for minutes if the server answers with a status that it retries."""
 REFUSING = (400, 403, 404, 405, 422, 501)
-"""HTTP statuses with which a server refuses a request for good."""
+"""HTTP statuses of a permanent refusal, which the SDK does not retry."""
 
 
 class NonconformingError(Exception):
-    """The server answered something else than the protocol says."""
+    """The server's response does not follow the protocol."""
 
 
 class RefusedError(Exception):
-    """The server said that it does not offer what was asked."""
+    """The server does not offer the requested feature, and its response says so."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """A named question to a server. `ask` returns if the answer is right, and raises otherwise."""
+    """A named check of a server. `ask` returns if the server's results are right, and raises otherwise."""
 
     ask: Callable[[Probe], None]
     seconds: float = SECONDS
@@ -47,7 +47,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Row:
-    """How a check ended."""
+    """The result of a check."""
 
     name: str
     outcome: Outcome
@@ -62,9 +62,9 @@ def expect(condition: object, otherwise: str) -> None:
         raise NonconformingError(otherwise)
 
 
-def expect_close(found: object, expected: object, what: str, atol: float = 1e-3, rtol: float = 1e-3) -> None:
-    """Raise NonconformingError unless two arrays, or numbers, have one shape and differ by at most atol + rtol * |expected|."""
-    left, right = np.asarray(found, dtype=np.float64), np.asarray(expected, dtype=np.float64)
+def expect_close(actual: object, expected: object, what: str, atol: float = 1e-3, rtol: float = 1e-3) -> None:
+    """Raise NonconformingError unless arrays or numbers have the same shape and differ by at most atol + rtol * |expected|."""
+    left, right = np.asarray(actual, dtype=np.float64), np.asarray(expected, dtype=np.float64)
     expect(left.shape == right.shape, f"{what}: shape {left.shape}, expected {right.shape}")
     if not np.allclose(left, right, atol=atol, rtol=rtol):
         worst = int(np.argmax(np.nan_to_num(np.abs(left - right), nan=np.inf)))
@@ -72,14 +72,14 @@ def expect_close(found: object, expected: object, what: str, atol: float = 1e-3,
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether a server refused a request for good and said why, in the form that the SDK reports at once."""
+    """Whether a server refused a request permanently and gave a reason, so that the SDK reports it without retries."""
     if isinstance(error, tinker.RequestFailedError):
         return str(error.category) == "user" and bool(error.message)
     return isinstance(error, tinker.APIStatusError) and error.status_code in REFUSING
 
 
 def offered(call: Callable[[], T]) -> T:
-    """The result of a call that a server may leave out. Raises RefusedError if it says so."""
+    """The result of an optional call. Raises RefusedError if the server does not offer it."""
     try:
         return call()
     except Exception as error:
@@ -89,8 +89,8 @@ def offered(call: Callable[[], T]) -> T:
 
 
 def expect_refusal(call: Callable[[], object], what: str, *classes: type[Exception]) -> str:
-    """Call, and return what the server says. Raises NonconformingError unless it refuses by one of these classes (none: by any
-    error for which `is_refusal` holds)."""
+    """Call, and return the server's message. Raises NonconformingError unless the call raises one of `classes` (if none are
+    given: an error for which `is_refusal` holds)."""
     try:
         call()
     except Exception as error:
@@ -129,11 +129,11 @@ def _run_one(check: Check, target: Target, limit: float) -> Row:
                 ended.append(("refused", str(refusal)))
             except NonconformingError as error:
                 ended.append(("failed", str(error)))
-            except BaseException as error:  # the SDK also raises what it does not mean to, such as AssertionError
+            except BaseException as error:  # the SDK also raises errors by accident, such as AssertionError
                 ended.append(("failed", describe(error)))
 
     begun = time.monotonic()
-    # A daemon: one that waits for ever is left behind.
+    # A daemon thread, so that one that hangs does not keep the process alive.
     thread = threading.Thread(target=work, name=f"conformance-{check.name}", daemon=True)
     thread.start()
     thread.join(limit)
@@ -147,6 +147,6 @@ def line(row: Row) -> str:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """The last line of the table: how many ended how."""
+    """The last line of the table: the number of checks per outcome."""
     outcomes: tuple[Outcome, ...] = ("passed", "failed", "refused")
     return ", ".join(f"{sum(row.outcome == outcome for row in rows)} {outcome}" for outcome in outcomes)

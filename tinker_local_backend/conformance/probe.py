@@ -1,4 +1,4 @@
-"""What a check asks a server through: clients of the SDK, and small data that any model takes."""
+"""The SDK clients of a check, and small data that every model accepts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 RANK = 8
 FIRST_ID, IDS = 20, 200
-"""Token ids that data is made of: every vocabulary has them."""
+"""First id and number of the token ids in the data: every vocabulary has them."""
 CLOSE_SECONDS = 10.0
 
 Floats = npt.NDArray[np.float64]
@@ -29,8 +29,8 @@ class Target:
 
     Args:
         model: the base model's name there.
-        tokenizer: where its tokenizer is loaded from; None: as the server says.
-        tolerance: bound on the mean |difference| of two logprobs of a token that were computed by different passes.
+        tokenizer: where its tokenizer is loaded from; None: the one that the server names.
+        tolerance: bound on the mean |difference| between logprobs of the same tokens from two different passes.
     """
 
     base_url: str
@@ -45,11 +45,11 @@ class Target:
 
 @dataclass
 class Probe:
-    """The clients of one check. Use `with`, which ends their session."""
+    """The clients of one check. Use `with`, which closes their session."""
 
     target: Target
     name: str
-    """of the check; its session is named after it"""
+    """name of the check, and of its session"""
     label: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
     """differs between runs, for names that must be new"""
 
@@ -83,7 +83,7 @@ class Probe:
 
     @cached_property
     def context_length(self) -> int | None:
-        """Tokens that the model's context has, as the capabilities state; None: they do not."""
+        """Context length in tokens, from the server's capabilities; None if they do not state it."""
         models = self.rest.get_server_capabilities().result().supported_models
         return next((model.max_context_length for model in models if model.model_name == self.target.model), None)
 
@@ -92,7 +92,7 @@ class Probe:
 
     def __exit__(self, *exception: object) -> None:
         if "service" in self.__dict__:
-            with contextlib.suppress(Exception):  # the check has its result already
+            with contextlib.suppress(Exception):  # the check already has its result
                 self.service.close("success").result(CLOSE_SECONDS)
 
 
@@ -141,5 +141,5 @@ def forward_logprobs(trainer: tinker.TrainingClient, tokens: list[int]) -> Float
 
 
 def sampling_params(**options: Any) -> tinker.SamplingParams:
-    """Sixteen tokens at temperature 1 that nothing stops, unless told otherwise."""
+    """By default sixteen tokens at temperature 1, without stops."""
     return tinker.SamplingParams(**{"max_tokens": 16, "temperature": 1.0, "stop": [], **options})

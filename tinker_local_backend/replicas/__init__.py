@@ -1,1 +1,1 @@
-"""Several processes under torchrun that train as one: rank 0 holds the clients, the others follow."""
+"""Several processes under torchrun that train as one: rank 0 has the clients, the other ranks run its commands."""

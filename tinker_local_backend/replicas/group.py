@@ -1,9 +1,8 @@
 """The processes of torchrun as one program: rank 0 broadcasts a command, every rank runs it, and rank 0 gathers the results.
 
-What every rank has its own of (a model, a run, a snapshot, a sampler) is named by a key in a command, and not sent. All ranks run
-the same command, so it may have collectives. The other ranks have no clients and no threads, and wait for the next command
-without a limit: a run may pause for hours. Within a command TINKER_LOCAL_REPLICA_TIMEOUT holds, and a process that dies ends it
-at once.
+Objects of which every rank has a copy (models, runs, snapshots, samplers) are sent as keys. All ranks run the same command, so it
+may contain collectives. The other ranks have no clients and no threads, and wait for the next command without a limit: a run may
+pause for hours. Within a command TINKER_LOCAL_REPLICA_TIMEOUT applies, and the death of a process ends the command at once.
 """
 
 from __future__ import annotations
@@ -37,16 +36,16 @@ T = TypeVar("T")
 
 DEFAULT_TIMEOUT_SECONDS = 1800
 ENDING_SECONDS = 30
-"""How long the last command may still take when the program ends."""
+"""How long to wait for the last command when the program ends."""
 
 NOTICE_SECONDS = 5
-"""Within which the death of a process shows on all of its connections."""
+"""Time within which the death of a process shows on all of its connections."""
 
 _NO_LIMIT = timedelta(days=3650)
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles commands. `made`: what every rank has its own of, by key."""
+    """Pickles commands. `made`: objects of which every rank has a copy, by key."""
 
     def __init__(self, file: io.BytesIO, made: MutableMapping[int, Any]):
         super().__init__(file)
@@ -54,13 +53,13 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         if (key := self._keys.get(id(obj))) is not None:
-            return _own, (key,)
-        if isinstance(obj, torch.Tensor) and not obj.is_cpu:  # for the device of the rank that gets it
+            return _local_copy, (key,)
+        if isinstance(obj, torch.Tensor) and not obj.is_cpu:  # the receiving rank moves it to its device
             return _on_device, (obj.detach().cpu(), obj.requires_grad)
         return NotImplemented
 
 
-def _own(key: int) -> Any:
+def _local_copy(key: int) -> Any:
     return joined().made[key]
 
 
@@ -69,7 +68,7 @@ def _on_device(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
 
 
 class Replicas(Ranks):
-    """This process's connection to the others. Rank 0 may give commands on any thread; they run one after the other."""
+    """This process's connection to the others. Rank 0 may issue commands from any thread; they run one after the other."""
 
     def __init__(self) -> None:
         check_sampler()
@@ -87,25 +86,25 @@ class Replicas(Ranks):
                 "TINKER_LOCAL_BASE_WEIGHTS differs between the processes: set it for all of them, or for none"
             )
         self.made: MutableMapping[int, Any] = {} if rank() else WeakValueDictionary()
-        """what every rank has its own of, by key; on rank 0 as long as it is in use there"""
+        """objects of which every rank has a copy, by key; on rank 0 only while they are in use there"""
         self.made[0] = self
         self._next_key = itertools.count(1)
         self._lock = threading.Lock()
         self.steps = 0
-        """of samplers since any other command"""
+        """sampler steps since the last other command"""
         if rank() == 0:
             atexit.register(self.end)
 
     def run(self, call: Callable[..., T], *arguments: Any) -> list[T]:
-        """Have every rank call this. Returns the results by rank; raises the error of one that failed."""
+        """Call this on every rank. Returns the results by rank; raises the error of a rank that failed."""
         return self._command(partial(call, *arguments), None)
 
     def make(self, call: Callable[..., T], *arguments: Any) -> T:
-        """Have every rank make an object, and keep it as long as rank 0's is in use. Returns rank 0's."""
+        """Create an object on every rank, and keep it while rank 0's is in use. Returns rank 0's."""
         return self._command(partial(call, *arguments), next(self._next_key))[0]
 
     def has(self, thing: Any) -> bool:
-        """Whether every rank has its own of this."""
+        """Whether every rank has a copy of this object."""
         return any(thing is made for made in self.made.values())
 
     def _command(self, call: Callable[[], Any], key: int | None) -> list[Any]:
@@ -116,13 +115,13 @@ class Replicas(Ranks):
             self.steps = 0
             results = self._results(call, key)
         errors = [(other, result) for other, result in enumerate(results) if isinstance(result, Exception)]
-        if errors:  # the error of a rank that failed says more than that of one that waited for it
+        if errors:  # prefer the original error to the ReplicaError of a rank that waited
             failed, error = min(errors, key=lambda error: isinstance(error[1], ReplicaError))
             raise as_local(failed, error) from (error if failed else None)
         return results
 
     def _results(self, call: Callable[[], Any], key: int | None) -> list[Any]:
-        """On every rank: make the call, and gather on rank 0 what each returned or raised. With a key, keep the result."""
+        """On every rank: make the call, and gather all results or errors on rank 0. With a key, keep the result."""
         try:
             result = call()
             if key is not None:
@@ -136,7 +135,7 @@ class Replicas(Ranks):
         return [result, *results[1:]]
 
     def follow(self) -> None:
-        """Run the commands of rank 0 until it ends. Raises ReplicaError when it dies, and when this rank cannot go on."""
+        """Run the commands of rank 0 until it ends. Raises ReplicaError if rank 0 dies or this rank cannot continue."""
         while True:
             box: list[Any] = [None]
             with self.together():
@@ -149,7 +148,7 @@ class Replicas(Ranks):
             self._results(pickle.loads(sent), key)
 
     def end(self) -> None:
-        """Let the other ranks end."""
+        """Tell the other ranks to end."""
         if self._lock.acquire(timeout=ENDING_SECONDS):
             with suppress(ReplicaError), self.together():
                 dist.broadcast_object_list([None], src=0, group=self._group)
@@ -158,7 +157,7 @@ class Replicas(Ranks):
             dist.destroy_process_group()
 
     def _explain(self, error: RuntimeError) -> ReplicaError:
-        """Explain an error of a collective operation."""
+        """The ReplicaError for a failed collective."""
         others = [other for other in range(world_size()) if other != rank()]
         if "imed out" in str(error):
             return ReplicaError(
@@ -171,7 +170,7 @@ class Replicas(Ranks):
         if not gone:
             return ReplicaError(f"{world_size()} ranks could not work together: {error}")
         names = f"rank {' and rank '.join(map(str, gone))} {'is' if len(gone) == 1 else 'are'} gone"
-        return ReplicaError(f"{names} ({error}): see what it printed, and start the run again, which resumes it")
+        return ReplicaError(f"{names} ({error}): see its output, and start the run again, which resumes it")
 
     def _is_gone(self, other: int) -> bool:
         try:

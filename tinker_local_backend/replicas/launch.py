@@ -14,12 +14,12 @@ def world_size() -> int:
 
 
 def rank() -> int:
-    """Of this process; 0 without torchrun."""
+    """This process's rank; 0 without torchrun."""
     return int(os.environ["RANK"]) if world_size() > 1 else 0
 
 
 def refuse(what: str) -> None:
-    """Raise RequestError for a program that cannot be several processes."""
+    """Raise RequestError under torchrun, for a program that must be one process."""
     if world_size() > 1:
         raise RequestError(f"{what} runs as one process, not under torchrun: start it with python -m")
 
@@ -35,17 +35,17 @@ def check_sampler() -> None:
 
 
 def sharded() -> bool:
-    """Whether the processes divide the base weights. Raises RequestError where that makes no sense."""
+    """Whether the base weights are sharded over the processes. Raises RequestError if another setting rules that out."""
     if environment.read("TINKER_LOCAL_BASE_WEIGHTS") != "sharded":
         return False
     if world_size() == 1:
         raise RequestError(
-            "TINKER_LOCAL_BASE_WEIGHTS=sharded divides the base model over the processes of torchrun, and this is one alone: "
+            "TINKER_LOCAL_BASE_WEIGHTS=sharded shards the base model over the processes of torchrun, but there is only one: "
             "start it with torchrun --nproc-per-node N, or unset the variable"
         )
     if environment.read("TINKER_LOCAL_CUDA") == "strict":
         raise RequestError(
-            "TINKER_LOCAL_CUDA=strict beside TINKER_LOCAL_BASE_WEIGHTS=sharded: the CUDA path keeps weights of its own, so "
-            "sharded models run in plain torch; unset one of the two"
+            "TINKER_LOCAL_CUDA=strict with TINKER_LOCAL_BASE_WEIGHTS=sharded: the CUDA path keeps its own copy of the weights, "
+            "so sharded models run in plain torch; unset one of the two"
         )
     return True

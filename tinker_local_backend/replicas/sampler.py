@@ -21,14 +21,14 @@ from tinker_local_backend.replicas.group import Replicas, as_local, portable
 from tinker_local_backend.replicas.launch import rank
 
 STEP_TOKENS = 8
-"""Tokens that a running sequence draws in one step, so that ranks wait for each other less often: only one in so many steps after
-anything else, because training goes on after some steps."""
+"""Tokens per running sequence and step, so that ranks synchronise less often. The first STEP_TOKENS steps after any other command
+sample one token each, because training may follow soon."""
 
 Order = tuple[int, int, SamplingRequest | None]
-"""The rank that samples, the number of a request, and the request; None: cancel it, on whichever rank it is."""
+"""The rank that samples, the number of a request, and the request; None: cancel it."""
 
 Ended = tuple[int, SamplingResult | BaseException]
-"""The number of a request, and its outcome."""
+"""The number of a request, and its result or error."""
 
 
 class RankSampler:
@@ -39,7 +39,7 @@ class RankSampler:
         tokens = environment.read("TINKER_LOCAL_KV_CACHE_TOKENS") or Engine.default_kv_tokens(model)
         self.generator = new_generator(model, tokens, lambda: 0)  # rank 0 gives every request a seed
         self._open: set[int] = set()
-        """requests that rank 0 has given to this rank"""
+        """unfinished requests that rank 0 sent to this rank, by number"""
         self._ended: list[Ended] = []
 
     def evict_prefixes(self, tenant: str) -> None:
@@ -57,7 +57,7 @@ class RankSampler:
             self._ended.append((number, portable(outcome) if isinstance(outcome, BaseException) else outcome))
 
     def step(self, orders: Sequence[Order], tokens: int) -> tuple[int, list[Ended]]:
-        """Draw so many tokens per sequence. Returns how many were computed, and the requests from rank 0 that have ended."""
+        """Sample `tokens` tokens per sequence. Returns the number of tokens computed, and the requests from rank 0 that ended."""
         for target, number, request in orders:
             if request is None:
                 self._end(number, CancelledError())
@@ -73,16 +73,16 @@ class RankSampler:
 
 
 class ReplicaSampler:
-    """A Sampler (engine/sampling/sampler.py) over those of all ranks.
+    """A Sampler (engine/sampling/sampler.py) over the samplers of all ranks.
 
-    Samples of other ranks arrive when their request has ended: `on_progress` is called once for them.
+    Samples of other ranks arrive when their request has ended, so `on_progress` is called once for them.
     """
 
     def __init__(self, model: BaseModel, random_seed: Callable[[], int], post: Post, replicas: Replicas):
         if not replicas.has(model):
             raise RequestError(
-                f"model {model.name!r} was made in memory, and under torchrun every rank loads its own: save it to a folder and "
-                "name that"
+                f"model {model.name!r} was made in memory, but under torchrun every rank loads the model itself: save it to a "
+                "folder and pass its path"
             )
         self._random_seed, self._post, self._replicas = random_seed, post, replicas
         self._local = replicas.make(RankSampler, model)
@@ -93,7 +93,7 @@ class ReplicaSampler:
         self._remote: dict[int, Ticket] = {}
         """requests on other ranks, by number"""
         self._orders: list[Order] = []
-        """for the other ranks, since the last step"""
+        """to send to the other ranks with the next step"""
         self._numbers = itertools.count()
 
     @property
@@ -107,11 +107,11 @@ class ReplicaSampler:
 
     @property
     def tenants(self) -> Collection[str]:
-        remote = [""] if self._remote else []  # the server, which has other tenants, is one process
+        remote = [""] if self._remote else []  # only the server has other tenants, and it is one process
         return {*self._local.generator.tenants, *remote}
 
     def add(self, ticket: Ticket) -> None:
-        # The seeds come from one source, whichever rank samples.
+        # Seeds come from one source, so that they do not depend on the rank that samples.
         if ticket.request.seed is None:
             ticket.request = replace(ticket.request, seed=self._random_seed())
         target = self._load.index(min(self._load))
@@ -141,7 +141,7 @@ class ReplicaSampler:
         try:
             for adapter in {request.adapter for _, _, request in orders if request is not None}:
                 if adapter is not None and not self._replicas.has(adapter):
-                    self._replicas.make(_same, adapter)
+                    self._replicas.make(_received, adapter)
             results = self._replicas.run(self._local.step, orders, STEP_TOKENS if steps >= STEP_TOKENS else 1)
         except ReplicaError as error:
             self.fail_all(error)
@@ -162,7 +162,7 @@ class ReplicaSampler:
         try:
             self._replicas.run(self._local.evict_prefixes, tenant)
         except ReplicaError:
-            if self._replicas.lost is None:  # else rank 0 can still save what was done
+            if self._replicas.lost is None:  # otherwise continue, so that rank 0 can save its state
                 raise
 
     def fail_all(self, error: BaseException) -> None:
@@ -173,5 +173,5 @@ class ReplicaSampler:
         self._local.generator.fail_all(error)
 
 
-def _same(sent: Adapter) -> Adapter:
-    return sent
+def _received(adapter: Adapter) -> Adapter:
+    return adapter

@@ -25,11 +25,12 @@ from tinker_local_backend.replicas.launch import rank, world_size
 Output = tinker.ForwardBackwardOutput
 
 SAME_NORM = 1e-5
-"""Relative difference of gradient norms between ranks that is still rounding."""
+"""Relative difference of gradient norms between ranks that counts as rounding."""
 
 
 class ReplicatedRun:
-    """A run that every rank has. Rank 0 calls the public methods, on an engine's worker; all ranks run the others together."""
+    """A training run with a copy on every rank. Rank 0 calls the public methods, on the engine's worker; all ranks run the
+    private ones together."""
 
     def __init__(self, model: BaseModel, spec: LoraSpec, seed: int):
         self._model = model
@@ -38,7 +39,7 @@ class ReplicatedRun:
     def forward_backward(
         self, data: Sequence[tinker.Datum], loss_fn: str, config: LossConfig, backward: bool
     ) -> Parts[Output]:
-        """As trainer.forward_backward, over all ranks. Raises the error of a rank, and then no rank keeps gradients."""
+        """As trainer.forward_backward, over all ranks. If a rank fails, its error is raised and no rank keeps gradients."""
         if not data:
             raise RequestError("data is empty; give at least one datum")
         loss, _, _ = loss_function(loss_fn, config)
@@ -59,10 +60,10 @@ class ReplicatedRun:
         config: LossConfig,
         backward: bool,
     ) -> None:
-        """Begin a pass. A share is a rank's indices of `data`, by which errors name the datums."""
+        """Begin a pass. shares[rank] are the indices of that rank's datums in `data`; errors name datums by them."""
         share, self._output = shares[rank()], None
         datums = [data[i] for i in share]
-        # Its gradients count when all ranks have finished.
+        # Its gradients are added to the run's only when all ranks have finished.
         self._pass = trainer.TrainState(self.state.adapter, self.state.optimizer)
         self._parts: Parts[Output | None] = in_one(lambda: None)
         if share:
@@ -94,10 +95,10 @@ class ReplicatedRun:
         """As trainer.optim_step, the same on every rank. Raises ReplicaError for ranks whose gradients differ."""
         responses = joined().run(self._step, params, self.state.failure)
         norms = [(response.metrics or {})["grad_norm"] for response in responses]
-        for place, norm in enumerate(norms):
+        for other, norm in enumerate(norms):
             if not math.isclose(norm, norms[0], rel_tol=SAME_NORM):
                 raise ReplicaError(
-                    f"rank {place} stepped with a gradient of norm {norm}, rank 0 with {norms[0]}: the replicas have diverged; "
+                    f"rank {other} stepped with a gradient of norm {norm}, rank 0 with {norms[0]}: the replicas have diverged; "
                     "start the run again from its last checkpoint"
                 )
         return responses[0]
@@ -107,7 +108,7 @@ class ReplicatedRun:
         return trainer.optim_step(self.state, params)
 
     def publish(self) -> None:
-        """Copy `state` to every rank, after it was loaded."""
+        """Copy `state` from rank 0 to every rank, after a load."""
         joined().run(setattr, self, "state", self.state)
 
     def snapshot(self) -> Adapter:
@@ -119,10 +120,10 @@ class ReplicatedRun:
 
 
 def merged(indices: Sequence[Sequence[int]], outputs: Sequence[Output | None], sampled: Sequence[int]) -> Output:
-    """One output from those of the ranks, datums in the order of the call.
+    """Merge the ranks' outputs into one, with datums in the order of the call.
 
-    Metrics that end in :sum are added up, of :min and :max the extreme counts, and the others are means over the `sampled`
-    positions of each rank.
+    Metrics that end in :sum, :min or :max are reduced accordingly; others are means weighted by the `sampled` positions of
+    each rank.
     """
     by_datum: dict[int, Any] = {}
     values: dict[str, list[tuple[float, int]]] = {}
@@ -144,7 +145,7 @@ def _reduced(key: str, weighted: Sequence[tuple[float, int]]) -> float:
 
 
 def divide(lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Indices of datums for each rank, with about as many tokens each: the longest first, each to the rank with fewest.
+    """Indices of datums for each rank, balanced by tokens: the longest first, each to the rank with the fewest tokens so far.
 
     Ties go to the lower index and the lower rank, so that the same lengths are always divided in the same way.
     """

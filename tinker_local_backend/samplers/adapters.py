@@ -1,4 +1,4 @@
-"""Adapters for vLLM: a folder per snapshot, with a name and a number that are never reused, and a limit on loaded ones."""
+"""Adapters for vLLM: a folder per snapshot, with a name and a number that are never reused, and LRU eviction of loaded ones."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class AdapterFiles:
     name: str
     folder: Path
     layout: ExpertLayout = "frozen"
-    """of its routed experts"""
+    """layout of its routed experts"""
 
     @property
     def is_3d(self) -> bool:
-        """What vLLM calls files with PEFT's form of experts (`is_3d_lora_weight`)."""
+        """Whether experts are in PEFT's form, vLLM's `is_3d_lora_weight`."""
         return self.layout == "per_expert"
 
 
 def expert_option(layout: ExpertLayout) -> str | None:
-    """The option with which vLLM is started to load adapters whose experts have this layout."""
+    """The vLLM option that enables adapters with this layout of experts."""
     return {"shared_outer": "enable_moe_shared_loras", "per_expert": "enable_mixed_moe_lora_format"}.get(layout)
 
 
@@ -44,9 +44,9 @@ class LoadedAdapters:
     On a CPU vLLM runs rows without an adapter through the one in its last slot, so a process needs one slot more than `slots`.
 
     Args:
-        folder: for the adapters' files alone; `close` removes it.
+        folder: for the adapters' files only; `close` removes it.
         unload: tells vLLM to unload one.
-        post: the engine's; a snapshot may be collected on any thread.
+        post: runs a callback on the engine's worker; a snapshot may be garbage-collected on any thread.
     """
 
     def __init__(self, folder: Path, base_model: str, slots: int, unload: Callable[[AdapterFiles], None], post: Post):
@@ -56,7 +56,7 @@ class LoadedAdapters:
         self._prefix = uuid.uuid4().hex[:12]
         self._files: weakref.WeakKeyDictionary[Adapter, AdapterFiles] = weakref.WeakKeyDictionary()
         self.loaded: OrderedDict[AdapterFiles, int] = OrderedDict()
-        """how many completions use each, in LRU order"""
+        """number of completions that use each, in LRU order"""
         self.seen: set[int] = set()
         """numbers of the adapters that were loaded since `clear`"""
 
@@ -65,7 +65,7 @@ class LoadedAdapters:
         return adapter not in self._files or self._files[adapter].number not in self.seen
 
     def acquire(self, adapter: Adapter, uses: int) -> AdapterFiles | None:
-        """Write it, and unload another if there is no free slot. None: every slot is in use."""
+        """Write and load it, and evict an unused adapter if no slot is free. Returns None if every slot is in use."""
         files = self._files.get(adapter)
         if files is None or files not in self.loaded:
             if len(self.loaded) >= self._slots:
@@ -85,7 +85,7 @@ class LoadedAdapters:
             self.loaded[files] -= 1
 
     def clear(self) -> None:
-        """Start over: this vLLM has ended, and the next one has none of them."""
+        """Forget what is loaded: this vLLM has ended."""
         self.loaded.clear()
         self.seen.clear()
 
@@ -97,7 +97,7 @@ class LoadedAdapters:
         number = next(self._numbers)
         name = f"tinker-{self._prefix}-{number}"
         files = AdapterFiles(number, name, (self._folder / name).absolute(), adapter.spec.experts)
-        # Shared factors stay single, in vLLM's memory too: with 128 experts an adapter takes a quarter of what it would.
+        # "stacked" stores shared factors once, also in vLLM's memory: with 128 experts an adapter takes a quarter of the space.
         form = "stacked" if files.layout == "shared_outer" else "peft"
         write_adapter(files.folder, adapter, self._base_model, form)
         self._files[adapter] = files
@@ -105,7 +105,7 @@ class LoadedAdapters:
         return files
 
     def _delete(self, files: AdapterFiles) -> None:
-        """Unload and delete a snapshot that was collected."""
+        """Unload and delete a garbage-collected snapshot."""
         if files in self.loaded:
             self._evict(files)
         shutil.rmtree(files.folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Choose a model's sampler by TINKER_LOCAL_SAMPLER, here and nowhere else."""
+"""Choose a model's sampler by TINKER_LOCAL_SAMPLER; no other module does."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tinker_local_backend.storage.paths import local_home
 
 
 def make_sampler(model: BaseModel, kv_tokens: int, random_seed: Callable[[], int], post: Post) -> Sampler:
-    """A `MakeSampler`. Raises RequestError or ModelLoadError if vLLM is asked for and not there."""
+    """A `MakeSampler`. Raises RequestError or ModelLoadError if vLLM is requested but not available."""
     group = replicas()
     if group is not None:
         return ReplicaSampler(model, random_seed, post, group)
@@ -31,10 +31,10 @@ def make_sampler(model: BaseModel, kv_tokens: int, random_seed: Callable[[], int
         return new_generator(model, kv_tokens, random_seed)
     if environment.read("TINKER_LOCAL_EXACT_ROWS") is not None:
         raise RequestError(
-            "TINKER_LOCAL_EXACT_ROWS is for the engine's own sampler, and vLLM samples: unset one of them"
+            "TINKER_LOCAL_EXACT_ROWS is for the engine's sampler, but TINKER_LOCAL_SAMPLER=vllm: unset one of them"
         )
     if environment.read("TINKER_LOCAL_KV_CACHE_TOKENS") is None:
-        kv_tokens = min(kv_tokens, SCORING_TOKENS)  # the rest is vLLM's, and for training
+        kv_tokens = min(kv_tokens, SCORING_TOKENS)  # the rest is for vLLM and training
     generator = new_generator(model, kv_tokens, random_seed)
     settings = VllmSettings.from_environment(model.device)
     if settings.url is None:

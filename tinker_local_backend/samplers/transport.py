@@ -1,4 +1,4 @@
-"""The messages to a vLLM, wherever it runs, and its answers."""
+"""Messages to a vLLM process or server, and its events."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tinker_local_backend.samplers.adapters import AdapterFiles
 
 @dataclass(frozen=True)
 class Request:
-    """A request for one completion, named by `number`. `seed` is this sample's; it ends on a token of `stop` or at max_tokens."""
+    """A request for one completion, identified by `number`. It ends on a token of `stop` or at max_tokens."""
 
     number: int
     prompt: tuple[int, ...]
@@ -25,7 +25,7 @@ class Request:
     min_p: float = 0.0
     stop: tuple[int, ...] = ()
     topk: int = 0
-    """how many most likely tokens to report with each sampled one"""
+    """number of most likely tokens to report with each sampled one"""
     salt: str = ""
     """only completions with the same salt share cached prefixes"""
 
@@ -40,7 +40,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Delta:
-    """The next tokens of a completion. `ended` says why it ended; None: it goes on."""
+    """The next tokens of a completion. `ended` is the finish reason; None while it continues."""
 
     number: int
     tokens: Sequence[int]
@@ -48,7 +48,7 @@ class Delta:
     topk: Sequence[Sequence[tuple[int, float]]] | None
     """per token (id, logprob), most likely first; None when not asked for"""
     cached: int
-    """tokens of the prompt that were in the prefix cache"""
+    """prompt tokens that were in the prefix cache"""
     ended: str | None
 
 
@@ -83,7 +83,7 @@ class Transport(Protocol):
         """Unload an adapter that no completion uses."""
 
     def sleep(self) -> bool:
-        """Return when vLLM has given its memory back, and whether it has: not while it samples. The next completion wakes it."""
+        """Block until vLLM has freed its memory. Returns whether it has: not while it samples. The next completion wakes it."""
         ...
 
     def close(self) -> None:
@@ -95,10 +95,10 @@ class Accepts:
     """The adapters that a vLLM is started for."""
 
     rank: int
-    """the largest"""
+    """largest rank"""
     experts: ExpertLayout = "frozen"
-    """the one layout of routed experts beside frozen ones"""
+    """layout of routed experts, next to frozen ones"""
 
 
 Connect = Callable[[Accepts, OnEvent], Transport]
-"""(the adapters to come, on_event) -> a connection; `Ready` or `Died` follows."""
+"""(adapters to accept, on_event) -> a connection; `Ready` or `Died` follows."""

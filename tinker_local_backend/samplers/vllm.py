@@ -1,7 +1,7 @@
 """Sampling with vLLM, while the engine trains, scores prompts and decides when a completion ends.
 
-vLLM only samples tokens. This module ends completions with the code of the engine's sampler, and the engine computes everything
-about a prompt: with adapters vLLM's prompt logprobs crash, or ignore the adapter of the head.
+vLLM only samples tokens. This module ends completions with the code of the engine's sampler, and the engine computes prompt
+logprobs: with adapters vLLM's prompt logprobs crash, or ignore the adapter of the head.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from tinker_local_backend.samplers.transport import (
     Request,
     Transport,
 )
-from tinker_local_backend.samplers.vllm_rules import Rules, first_answers
+from tinker_local_backend.samplers.vllm_rules import Rules, start_and_probe
 from tinker_local_backend.samplers.vllm_settings import VllmSettings
 from tinker_local_backend.samplers.worker_process import RANKS
 
@@ -63,7 +63,7 @@ FIRST_RANK = 32
 
 @dataclass(frozen=True, eq=False)
 class _Sample:
-    """The sample that a completion request is for."""
+    """The sample that a completion request belongs to."""
 
     ticket: Ticket
     index: int
@@ -71,15 +71,15 @@ class _Sample:
 
 
 def first_layout(model: BaseModel) -> ExpertLayout:
-    """Of the experts of the adapters that vLLM is started for. It is restarted for the other one."""
+    """Expert layout that vLLM is first started for. It is restarted when an adapter has the other one."""
     if not model.experts:
         return "frozen"
-    # Also where new adapters leave experts frozen: vLLM has memory for their matrices in any case, and this is the least.
+    # Also if new adapters leave experts frozen: vLLM allocates memory for expert matrices anyway, and this layout needs least.
     return "per_expert" if environment.read("TINKER_LOCAL_EXPERT_LORA") == "per_expert" else "shared_outer"
 
 
 def is_misread(adapter: Adapter) -> bool:
-    """Whether vLLM would halve the updates of experts without a gate, as if they were of gate and up."""
+    """Whether vLLM would misread the adapter: it halves updates of experts without a gate, as if gate and up were fused."""
     return adapter.spec.experts == "per_expert" and any(matrix.tensor == "up_proj" for matrix in adapter.experts)
 
 
@@ -88,7 +88,7 @@ class VllmSampler:
 
     Args:
         scorer: scores prompts.
-        folder: for adapters.
+        folder: where adapters are written.
 
     Raises:
         ModelLoadError: vLLM does not start, cannot be reached, or serves another model.
@@ -107,18 +107,18 @@ class VllmSampler:
         self._model, self._scorer, self._random_seed, self._post = model, scorer, random_seed, post
         self._connect, self._settings = connect, settings
         self._accepts = self._served = Accepts(FIRST_RANK, first_layout(model))
-        """the adapters so far, and those that the running vLLM was started for"""
+        """what the adapters so far need, and what the running vLLM was started for"""
         self._numbers = itertools.count(1)
         self._queue: deque[Ticket] = deque()
-        """not yet submitted: no slot is free for the adapter, or vLLM is about to restart"""
+        """not yet submitted: no adapter slot is free, or a restart of vLLM is pending"""
         self._samples: dict[int, _Sample] = {}
         """by the number of the completion request"""
         self._waits = WaitTimes()
         self._deaths = 0
         self._asleep = False
-        """vLLM has given its memory to training"""
-        # A server never empties its slots, and on a CPU its rows without an adapter go through the one in the last slot, so the
-        # base model is sampled through an adapter that changes nothing.
+        """vLLM has freed its memory for training"""
+        # A server never empties its slots, and on a CPU it runs rows without an adapter through the one in the last slot, so the
+        # base model is sampled through a zero adapter.
         self._blank: Adapter | None = None
         if settings.url is not None:
             with suppress(ModelLoadError):  # the model takes no adapters
@@ -131,7 +131,7 @@ class VllmSampler:
         try:
             transport = self._connected()
             blank = None if self._blank is None else self._adapters.acquire(self._blank, uses=0)
-            ready, rules = first_answers(transport, self._events, model, blank, where)
+            ready, rules = start_and_probe(transport, self._events, model, blank, where)
         except BaseException:
             self._disconnect()
             self._adapters.close()
@@ -185,7 +185,7 @@ class VllmSampler:
     def evict_prefixes(self, tenant: str = "") -> None:
         # vLLM keeps its prefixes: they are cached by adapter name, and change results by no more than its usual rounding.
         self._scorer.evict_prefixes(tenant)
-        # Training begins, whose passes take what is free.
+        # Training begins, and its passes use all free memory.
         if self._settings.sleep and self._transport is not None and not (self._asleep or self._samples or self._queue):
             self._asleep = self._transport.sleep()
 
@@ -200,10 +200,10 @@ class VllmSampler:
 
     def _refusal(self, rules: Rules, request: SamplingRequest) -> str | None:
         if request.version is not None:
-            return 'in-flight weights: vLLM keeps an adapter to the end of a reply; use kind="snapshot"'
+            return 'in-flight weights: vLLM keeps an adapter until a reply ends; use kind="snapshot"'
         if request.pictures is not None:
             return (
-                "a picture: the vLLM sampler here takes text; sample with the engine's own sampler "
+                "a picture: the vLLM sampler here takes only text; sample with the engine's own sampler "
                 "(TINKER_LOCAL_SAMPLER=transformers)"
             )
         rank = 0 if request.adapter is None else request.adapter.spec.rank
@@ -222,8 +222,8 @@ class VllmSampler:
             )
         if request.adapter is not None and is_misread(request.adapter):
             return (
-                "an adapter with expert_lora=per_expert on experts without a gate: of those vLLM reads shared_outer alone; train "
-                "with TINKER_LOCAL_EXPERT_LORA=shared_outer, or sample with the engine's own sampler "
+                "an adapter with expert_lora=per_expert on experts without a gate: for those vLLM supports only shared_outer; "
+                "train with TINKER_LOCAL_EXPERT_LORA=shared_outer, or sample with the engine's own sampler "
                 "(TINKER_LOCAL_SAMPLER=transformers)"
             )
         return rules.refusal(request)
@@ -241,7 +241,7 @@ class VllmSampler:
         self._scorer.add(Ticket(request, scored, lambda: ticket.dropped))
 
     def _submit(self) -> None:
-        """Submit queued tickets, oldest first, as far as slots and a pending restart allow."""
+        """Submit queued tickets, oldest first, until no slot is free or a restart is pending."""
         while self._queue:
             ticket = self._queue[0]
             if ticket.dropped:
@@ -265,7 +265,7 @@ class VllmSampler:
                 return
             self._queue.popleft()
             if self._asleep:
-                release_cached_memory(self._model.device)  # what training has freed, torch keeps
+                release_cached_memory(self._model.device)  # torch caches memory that training has freed
                 self._asleep = False
             transport.start([self._new_request(ticket, index, files) for index in range(request.num_samples)])
 
@@ -278,8 +278,8 @@ class VllmSampler:
             max(self._accepts.rank, adapter.spec.rank), self._accepts.experts if layout == "frozen" else layout
         )
         every = self._settings.restart_every
-        worn = every > 0 and len(self._adapters.seen) >= every and self._adapters.is_new(adapter)
-        return self._transport is not None and (worn or self._accepts != self._served)
+        is_due = every > 0 and len(self._adapters.seen) >= every and self._adapters.is_new(adapter)
+        return self._transport is not None and (is_due or self._accepts != self._served)
 
     def _new_request(self, ticket: Ticket, index: int, adapter: AdapterFiles | None) -> Request:
         request, number = ticket.request, next(self._numbers)
@@ -315,7 +315,7 @@ class VllmSampler:
                 return
             if request.topk_logprobs:
                 if delta.topk is None:
-                    raise ValueError("no likeliest tokens")
+                    raise ValueError("top logprobs are missing")
                 ids, logprobs = zip(*delta.topk[i][: request.topk_logprobs], strict=True)
                 sequence.topk.append((np.array(ids, dtype=np.int64), np.array(logprobs, dtype=np.float32)))
             if append_token(sequence, token, logprob, request, self._model.tokenizer):
@@ -354,7 +354,7 @@ class VllmSampler:
             ticket.finish(error)
 
     def _connected(self) -> Transport:
-        """The connection. A new one takes requests at once and answers when it is ready."""
+        """The connection, opened if there is none. A new one accepts requests at once and serves them when vLLM is ready."""
         if self._transport is None:
             self._events = events = queue.SimpleQueue()
 
@@ -362,7 +362,7 @@ class VllmSampler:
                 events.put(event)
                 self._post(partial(self._handle_events, events))
 
-            release_cached_memory(self._model.device)  # vLLM starts where its share is free
+            release_cached_memory(self._model.device)  # vLLM starts only if its share of memory is free
             self._transport, self._served = self._connect(self._accepts, on_event), self._accepts
         return self._transport
 
@@ -384,16 +384,16 @@ class VllmSampler:
                 try:
                     self._handle_delta(delta)
                 except (LookupError, TypeError, ValueError) as error:
-                    why = f"{self._where} gave an answer that is not understood ({type(error).__name__}: {error})"
+                    why = f"{self._where} gave an invalid answer ({type(error).__name__}: {error})"
                     self._fail(self._samples[delta.number].ticket, SamplingError(why))
         self._submit()
 
     def _died(self, error: str) -> None:
         self._deaths += 1
         tickets = len({sample.ticket for sample in self._samples.values()})
-        logger.error("%s; %d requests fail with it, and the next one starts it anew", error, tickets)
+        logger.error("%s; %d requests fail with it, and the next one restarts it", error, tickets)
         self._disconnect()
-        self._fail_samples(SamplingError(f"{error}. The request was lost; vLLM is started anew for the next one"))
+        self._fail_samples(SamplingError(f"{error}. The request was lost; the next one restarts vLLM"))
 
     def _disconnect(self) -> None:
         transport, self._transport, self._events = self._transport, None, queue.SimpleQueue()

@@ -1,7 +1,7 @@
-"""Probe which logprobs a vLLM reports, and refuse requests for which they are not the engine's.
+"""Probe which logprobs a vLLM reports, and refuse requests for which they differ from the engine's.
 
 The engine's are those of softmax(logits / temperature) before top-k, top-p and min-p. vLLM's modes either ignore the temperature
-(raw_logprobs, its default) or renormalise after these limits (processed_logprobs). Our worker samples with the engine's code
+(raw_logprobs, its default) or renormalise after truncation (processed_logprobs). Our worker samples with the engine's code
 and does neither.
 """
 
@@ -20,10 +20,10 @@ from tinker_local_backend.samplers.adapters import AdapterFiles
 from tinker_local_backend.samplers.transport import Died, Event, Failed, Ready, Request, Transport
 
 MIN_TEMPERATURE = 0.01
-"""vLLM raises a smaller temperature, other than 0, to this."""
+"""vLLM raises smaller temperatures, except 0, to this."""
 
 TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.5}
-"""On a logprob, in the check that vLLM serves the engine's model. Other weights are far beyond it."""
+"""Bound on |difference of a logprob| in the check that vLLM serves the engine's model. Other weights exceed it by far."""
 
 _TEMPERATURE = 0.5
 _SIGNIFICANT = 1e-3
@@ -37,13 +37,13 @@ class Rules:
     renormalises: bool = False
 
     def refusal(self, request: SamplingRequest) -> str | None:
-        """What is wrong with a request, and the fix; None: nothing is."""
+        """Why a request is refused, with the fix; None if it is not."""
         if 0 < request.temperature < MIN_TEMPERATURE:
             return (
-                f"temperature {request.temperature} is one that vLLM takes to be {MIN_TEMPERATURE}; use 0 (greedy) or "
-                f"at least {MIN_TEMPERATURE}"
+                f"temperature {request.temperature} is raised to {MIN_TEMPERATURE} by vLLM; use 0 (greedy) or at least "
+                f"{MIN_TEMPERATURE}"
             )
-        fix = "or leave out TINKER_LOCAL_VLLM_URL, so that a process of our own samples"
+        fix = "or unset TINKER_LOCAL_VLLM_URL, so that a local vLLM process samples"
         if self.ignores_temperature and request.temperature not in (0, 1):
             return (
                 f"temperature {request.temperature}: this vLLM reports logprobs of temperature 1 (raw_logprobs); use "
@@ -58,13 +58,13 @@ class Rules:
         return None
 
 
-def first_answers(
+def start_and_probe(
     transport: Transport, events: queue.SimpleQueue[Event], model: BaseModel, blank: AdapterFiles | None, where: str
 ) -> tuple[Ready, Rules]:
     """Wait until vLLM is ready, check that it serves the model, and probe its rules.
 
     Args:
-        blank: an adapter that changes nothing, through which the base model is sampled.
+        blank: a zero adapter, through which the base model is sampled.
 
     Raises ModelLoadError.
     """
@@ -94,13 +94,13 @@ def first_answers(
 
 
 def probe_prompt(model: BaseModel) -> tuple[int, ...]:
-    """A few tokens from all over the vocabulary, after which no next token is certain."""
+    """A few tokens spread over the vocabulary, so that the next token is uncertain."""
     return tuple(model.vocab_size * share // 23 for share in (3, 7, 2, 11, 5))
 
 
 @torch.inference_mode()
 def check_same_model(model: BaseModel, prompt: tuple[int, ...], token: int, logprob: float, where: str) -> None:
-    """Raise ModelLoadError unless the engine gives `token` after the prompt about the same logprob."""
+    """Raise ModelLoadError unless the engine's logprob of `token` after the prompt is about the same."""
     tokens = torch.tensor(prompt, device=model.device)
     positions = torch.arange(len(prompt), device=model.device)
     hidden_TH = model.hidden_states(tokens, positions, PackedPlan.whole([len(prompt)]), None)

@@ -17,8 +17,8 @@ from tinker_local_backend.engine.sampling.truncation import truncated
 
 _VllmSampler: Any = importlib.import_module("vllm.v1.sample.sampler").Sampler
 
-# A diverged adapter leaves NaN in the pages of the KV cache, and attention passes it from masked positions (0 * NaN) to the next
-# sequence that uses the page. vLLM can clear allocated pages, but does so for some models only.
+# A diverged adapter leaves NaN in KV cache pages, and attention spreads it from masked positions (0 * NaN) to the next sequence
+# that uses the page. vLLM can zero allocated pages, but by default does so only for some models.
 _cache_config: Any = importlib.import_module("vllm.v1.kv_cache_interface").KVCacheConfig
 _cache_config.needs_kv_cache_zeroing = property(lambda self: True)
 
@@ -37,7 +37,7 @@ class TokenSampler(_VllmSampler):
         """Tokens (rows,) int64 and logprobs (rows, vocabulary) float32, from logits (rows, vocabulary) float32."""
         rows = len(logits)
         if self._batch is None or self._batch[0] is not sampling_metadata:
-            # vLLM makes another object when the batch changes.
+            # vLLM makes a new metadata object when the batch changes.
             extras = [_extra(request) for request in self._requests(rows)]
             self._batch = sampling_metadata, _row_params(sampling_metadata, extras, logits.device)
         lengths = [0 if request is None else len(request.output_token_ids) for request in self._requests(rows)]
@@ -52,7 +52,7 @@ class TokenSampler(_VllmSampler):
 
 
 def _extra(request: Any) -> tuple[int, float]:
-    """(seed, min_p), which do not use vLLM's own fields.
+    """(seed, min_p) from extra_args, because vLLM's own fields for them do not work here.
 
     vLLM's seed crashes it on a CPU when a prompt is prefilled in chunks ("Generator does not use offset"); its min_p changes the
     logits before they reach this sampler.
@@ -73,7 +73,7 @@ def _row_params(metadata: Any, extras: list[tuple[int, float]], device: torch.de
         [min_p for _, min_p in extras],
         [seed for seed, _ in extras],
         device,
-        truncated if device.type == "cpu" else ops.truncate,  # which waits for nothing
+        truncated if device.type == "cpu" else ops.truncate,  # which does not synchronise
     )
 
 

@@ -1,7 +1,7 @@
 """The transport to an external vLLM server, over its OpenAI-compatible routes, with token ids in and out.
 
-Adapters are loaded over its LoRA routes, so it must run with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and see the folder of the
-adapters.
+Adapters are loaded over its LoRA routes, so it must run with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and be able to read the folder of
+the adapters.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from tinker_local_backend.samplers.adapters import AdapterFiles, expert_option
 from tinker_local_backend.samplers.transport import Accepts, Delta, Died, Event, Failed, OnEvent, Ready, Request
 
 MAX_CONNECTIONS = 256
-"""One per running completion. Others wait on this side."""
+"""One per running completion. Further completions are queued in the client."""
 
 CONNECT_SECONDS = 10.0
 SILENCE_SECONDS = 600.0
-"""A server that is silent for so long counts as dead. A request may wait in its queue for as long."""
+"""A server that is silent for this long counts as dead. This also bounds a request's time in the server's queue."""
 
 CLOSE_SECONDS = 10.0
 
@@ -38,7 +38,7 @@ _KEY_HINT = "; set TINKER_LOCAL_VLLM_API_KEY to the key that the server was star
 
 
 class _Refused(Exception):
-    """The server answered with an error. `status` is HTTP's, or 200 for an error within a stream."""
+    """The server responded with an error. `status` is the HTTP status, or 200 for an error within a stream."""
 
     def __init__(self, message: str, status: int = 200):
         super().__init__(message)
@@ -46,16 +46,16 @@ class _Refused(Exception):
 
 
 class VllmServer:
-    """A connection to a server, which has its own limits of adapters, on a thread that runs an event loop."""
+    """A connection to a server, on a thread that runs an event loop. The server has its own limits on adapters."""
 
     def __init__(self, url: str, api_key: str | None, _accepts: Accepts, on_event: OnEvent):
         self._url, self._on_event = url, on_event
         self._closed = False
         self._model = ""
         self._tasks: dict[int | AdapterFiles, asyncio.Task[None]] = {}
-        """completions by number, and unloading by adapter"""
+        """completions by number, and unload tasks by adapter"""
         self._loading: dict[int, asyncio.Task[None]] = {}
-        """by the adapter's number"""
+        """load tasks by the adapter's number"""
         self._loop = asyncio.new_event_loop()
         # httpx logs every request at INFO, which would flood the log of a run.
         logging.getLogger("httpx").setLevel(logging.WARNING)
@@ -78,7 +78,7 @@ class VllmServer:
             self._call(self._stop, number)
 
     def sleep(self) -> bool:
-        return False  # a server's memory is its own
+        return False  # a server does not share memory with training
 
     def unload(self, adapter: AdapterFiles) -> None:
         self._call(self._begin, adapter, partial(self._unload_now, adapter))
@@ -116,7 +116,7 @@ class VllmServer:
             version = (await self._ask("GET", "/version"))["version"]
             self._emit(Ready(version, base["max_model_len"]))
         except _Refused as error:
-            self._died(f"refuses to be asked: {error}{_KEY_HINT if error.status == 401 else ''}")
+            self._died(f"refused the request: {error}{_KEY_HINT if error.status == 401 else ''}")
         except (httpx.HTTPError, LookupError, TypeError, ValueError, StopIteration) as error:
             self._died(_unreachable(error))
 

@@ -11,7 +11,7 @@ from tinker_local_backend.errors import RequestError
 
 DEFAULT_SLOTS = 8
 DEFAULT_SHARE = {"cuda": 0.4, "cpu": 0.15}
-"""Share of the device's memory, on a CPU of the machine's. The engine trains in the rest."""
+"""vLLM's default share of the GPU's memory, or of the machine's on a CPU. The engine trains in the rest."""
 
 
 @dataclass(frozen=True)
@@ -29,18 +29,18 @@ class VllmSettings:
     tensor_parallel_size: int
     enforce_eager: bool
     sleep: bool
-    """whether the process gives its memory back while the engine trains"""
+    """whether the process frees its memory while the engine trains"""
     restart_every: int
     """adapters after which the worker is replaced; 0: never"""
 
     @classmethod
     def from_environment(cls, device: torch.device) -> VllmSettings:
-        """Raises RequestError when there is no vLLM to use, or when it is asked to sleep on a CPU."""
+        """Raises RequestError if vLLM is not available, or if it is to sleep on a CPU."""
         url = environment.read("TINKER_LOCAL_VLLM_URL")
         sleep = bool(environment.read("TINKER_LOCAL_VLLM_SLEEP"))
         if sleep and device.type != "cuda":
             raise RequestError(
-                f"TINKER_LOCAL_VLLM_SLEEP=1 on {device.type}: vLLM gives back memory of a GPU alone; unset it here"
+                f"TINKER_LOCAL_VLLM_SLEEP=1 on {device.type}: vLLM can free only GPU memory; unset it here"
             )
         return cls(
             slots=environment.read("TINKER_LOCAL_VLLM_MAX_LORAS") or DEFAULT_SLOTS,

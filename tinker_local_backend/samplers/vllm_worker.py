@@ -2,7 +2,7 @@
 
     python -P vllm_worker.py
 
-Reads and writes lines of JSON. The first line holds the arguments of vLLM's engine; the answer is {"ready": ...} or
+Reads and writes lines of JSON. The first line has the arguments of vLLM's engine; the answer is {"ready": ...} or
 {"fatal": text}. Then:
 
     {"op": "add", ...}
@@ -13,7 +13,7 @@ Reads and writes lines of JSON. The first line holds the arguments of vLLM's eng
 "add" has the fields of transport.Request, with null or [number, name, folder, is_3d_lora_weight] for `adapter`. Answers are
 {"tokens": [[number, ids, logprobs, topk, cached, ended], ...]}, the tokens since each sample's last answer, and
 {"failed": number, "error": text}. "sleep", for an engine made with enable_sleep_mode that has nothing to sample, is answered with
-{"asleep": true} once the GPU's memory is free: weights and adapters wait in the machine's, and the next "add" brings them back.
+{"asleep": true} once GPU memory is free: weights and adapters are offloaded to the CPU, and the next "add" loads them back.
 The process ends when its input ends.
 """
 
@@ -33,8 +33,8 @@ from typing import Any
 PACKAGE = "tinker_local_backend"
 
 if PACKAGE not in sys.modules:
-    # The sampling code is the engine's, but the package's __init__ needs more than this environment has. This stands at the top
-    # of the script, because processes that vLLM spawns run it again.
+    # The sampling code is the engine's, but the package's __init__ needs packages that this environment lacks. This must be
+    # module-level code, because processes that vLLM spawns run it again.
     shell = types.ModuleType(PACKAGE)
     shell.__path__ = [str(Path(__file__).resolve().parents[1])]
     sys.modules[PACKAGE] = shell
@@ -68,7 +68,7 @@ class Worker:
         self._wanting_topk: set[int] = set()
         self._asleep = False
         self._unneeded: list[int] = []
-        """adapters to remove when it wakes: they are in the machine's memory meanwhile"""
+        """adapters to remove after waking: while asleep they are in CPU memory"""
         self._commands: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         max_model_len = self._engine.vllm_config.model_config.max_model_len
         send(answers, ready={"version": vllm.__version__, "max_model_len": max_model_len})
@@ -85,7 +85,7 @@ class Worker:
     def _read(self) -> None:
         for line in sys.stdin:
             self._commands.put(json.loads(line))
-        os._exit(0)  # the parent has ended: drop the rest of this step
+        os._exit(0)  # the parent has ended: abandon the current step
 
     def _handle(self, command: dict[str, Any]) -> None:
         if command["op"] == "abort":
@@ -106,7 +106,9 @@ class Worker:
             try:
                 self._wake()
                 self._add(command)
-            except Exception as error:  # fails this request alone: its prompt is too long, or its adapter does not load
+            except (
+                Exception
+            ) as error:  # fails only this request, whose prompt is too long or whose adapter does not load
                 send(self._answers, failed=command["number"], error=f"{type(error).__name__}: {error}")
 
     def _wake(self) -> None:

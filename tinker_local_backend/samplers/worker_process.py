@@ -28,13 +28,13 @@ RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Largest adapter ranks that vLLM can be started for. Smaller ranks fit too."""
 
 FITTING = -1
-"""The max_model_len for which vLLM takes the longest context that fits into its share; it says which in its first answer."""
+"""The max_model_len with which vLLM chooses the longest context that fits into its share and reports it in `Ready`."""
 
 END_SECONDS = 10.0
-"""How long a process may take to exit after its input has ended."""
+"""How long a process may take to exit after the end of its input."""
 
 _OUR_VARIABLES = ("PYTHON", "TINKER_")
-"""Prefixes of variables that belong to this environment and would confuse the other."""
+"""Prefixes of variables that must not be passed on to vLLM's environment."""
 
 
 def largest_rank(rank: int) -> int:
@@ -60,11 +60,11 @@ def engine_arguments(model: BaseModel, settings: VllmSettings, accepts: Accepts)
 
 
 def refuse_experts_on_cpu(model: BaseModel) -> None:
-    """Raise ModelLoadError: beside adapters, of whatever kind, vLLM computes experts with Triton alone."""
+    """Raise ModelLoadError for routed experts on a CPU: with adapters enabled vLLM has only Triton kernels for them."""
     if model.experts and model.device.type == "cpu":
         raise ModelLoadError(
             f"model {model.name!r} cannot be sampled with vLLM on a CPU: it has routed experts, which vLLM computes with "
-            "Triton's GPU kernels where it takes adapters; use the engine's own sampler "
+            "Triton's GPU kernels if adapters are enabled; use the engine's own sampler "
             "(TINKER_LOCAL_SAMPLER=transformers), or a GPU"
         )
 
@@ -100,7 +100,7 @@ class WorkerProcess:
         self._on_event = on_event
         self._closed = False
         self._slept: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        """its answers to `sleep`, and one at its end"""
+        """the worker's answers to `sleep`, and False when it ends"""
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the process)
         self._process = subprocess.Popen(
             command,
@@ -111,14 +111,14 @@ class WorkerProcess:
             process_group=0,  # this process handles Ctrl-C and SIGTERM: running requests may finish first
         )
         self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        # A write to a full pipe blocks, so it must not be on the engine's thread.
+        # A write to a full pipe blocks, so the engine's thread must not write.
         threading.Thread(target=self._write, name="tinker-local-vllm-write", daemon=True).start()
         threading.Thread(target=self._read, name="tinker-local-vllm-read", daemon=True).start()
         self._send(arguments)
 
     @classmethod
     def start_vllm(cls, model: BaseModel, settings: VllmSettings, accepts: Accepts, on_event: OnEvent) -> WorkerProcess:
-        """Start vLLM on the engine's model, for these adapters. Raises ModelLoadError if vLLM runs no such model."""
+        """Start vLLM with the engine's model, for these adapters. Raises ModelLoadError if vLLM cannot run the model."""
         refuse_experts_on_cpu(model)
         # -P: `import vllm` must not import a file of this folder.
         command = [settings.python, "-P", str(SCRIPT)]
@@ -179,7 +179,7 @@ class WorkerProcess:
                     continue
                 event = None if "fatal" in message else _event(message)
             except (LookupError, TypeError, ValueError) as error:
-                fatal = f"its answer {line[:200]!r} is not understood ({type(error).__name__}: {error})"
+                fatal = f"its answer {line[:200]!r} is invalid ({type(error).__name__}: {error})"
                 self._process.kill()
                 break
             if event is None:
@@ -190,11 +190,12 @@ class WorkerProcess:
         self._slept.put(False)
         stdout.close()
         if not self._closed:
-            self._on_event(Died(f"the vLLM worker (process {self.pid}) {_how_it_ended(code)}: {fatal or self._last()}"))
+            self._on_event(
+                Died(f"the vLLM worker (process {self.pid}) {_how_it_ended(code)}: {fatal or self._last_log_line()}")
+            )
         self._log.close()
 
-    def _last(self) -> str:
-        """The last line of its log."""
+    def _last_log_line(self) -> str:
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else "it wrote nothing"

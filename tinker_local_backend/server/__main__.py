@@ -24,16 +24,16 @@ _NO_ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 
 @contextmanager
 def without_torch() -> Generator[None]:
-    """Within, torch cannot be imported. The SDK's types and transformers' tokenizers import it where it can be had, for 180 MiB
-    and two seconds, and do without it otherwise. This process computes nothing; the engine has its own (engine_process.py).
-    What calls torch later imports it then: the first chat that must call a tool.
+    """Block imports of torch inside the context. The SDK's types and transformers' tokenizers import it if it is installed, which
+    costs 180 MiB and two seconds, and work without it. This process computes nothing; the engine runs in another one
+    (engine_process.py). Code that needs torch later, such as the first chat that must call a tool, imports it then.
     """
     modules = cast(dict[str, Any], sys.modules)
     if "torch" in modules:
         yield
         return
     before = os.environ.get(_NO_ADVICE)
-    modules["torch"], os.environ[_NO_ADVICE] = None, "1"  # that there is no torch is not news
+    modules["torch"], os.environ[_NO_ADVICE] = None, "1"  # silence the warning that torch is missing
     try:
         yield
     finally:

@@ -42,7 +42,7 @@ class Terms:
 @dataclass(unsafe_hash=True)
 class Tenant:
     """The owner of sessions, runs, checkpoints and results, which other tenants cannot see.
-    The same object for as long as the server runs, so sessions that hold it see its present `terms` (Access.change)."""
+    The object lives as long as the server, so sessions that hold it see its current `terms` (Access.change)."""
 
     name: str
     home: Path
@@ -69,7 +69,7 @@ class Access:
         self._home = home
         self._default_tenant = None if keys else Tenant("local", home, Terms(operator=True))
         self._tenants: dict[str, Tenant] = {}
-        """all that had a key since the start"""
+        """all tenants that had a key since the start"""
         self.change(keys)
 
     @property
@@ -77,7 +77,7 @@ class Access:
         return self._default_tenant is None
 
     def tenant_limit(self, total: int, configured: int | None) -> int:
-        """One tenant's share of `total`: `configured`, else half if there are several tenants, else all."""
+        """A tenant's limit within `total`: `configured`, else half if there are several tenants, else all."""
         if configured is not None:
             return min(configured, total)
         return total // 2 if len(self._digests) > 1 else total
@@ -129,7 +129,7 @@ def read_keys(file: str | None, environment: Mapping[str, str]) -> Keys:
         if mode & stat.S_IRWXO:
             raise RequestError(
                 f"api_keys_file={file!r} is open to every user of this machine (mode {mode:o}); chmod 600 it, and replace the "
-                "keys if somebody may have read them"
+                "keys if others may have read them"
             )
         lines = [line.partition("#")[0].strip() for line in text.splitlines()]
         return _parse([line for line in lines if line], f"api_keys_file={file!r}")

@@ -42,7 +42,7 @@ class AccessLog:
                 ) from None
 
     def answered(self, scope: Mapping[str, Any], status: int, seconds: float) -> None:
-        """Log an HTTP request. `status` 0: the client disconnected before the answer."""
+        """Log an HTTP request. `status` 0: the client disconnected before the response."""
         tenant = scope.get("state", {}).get("tenant")
         self._write(
             event="request",

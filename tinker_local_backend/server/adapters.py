@@ -1,4 +1,4 @@
-"""Memory of adapters: sizes and limits."""
+"""Memory accounting of adapters: sizes and limits."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ COPIES_IN_TRAINING = 4
 """An adapter's matrices, their gradients, and the optimizer's two moments."""
 
 TENANT_FULL = 403
-"""Status if the tenant's own adapters leave no room for another."""
+"""HTTP status if the tenant's own adapters leave no room for another."""
 
 FULL_SECONDS = 10
-"""retry after this time if other tenants' adapters leave no room"""
+"""Retry-After if other tenants' adapters leave no room."""
 
 _FLOAT_BYTES = 4
 

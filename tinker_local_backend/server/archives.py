@@ -1,4 +1,4 @@
-"""The response that sends a TarStream: as fast as the client reads, and no further than the client stays."""
+"""The response that streams a TarStream at the client's speed and stops when the client disconnects."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ logger = logging.getLogger(__name__)
 
 
 class ArchiveResponse(Response):
-    """Sends the archive and closes it, also if the client leaves. A file that fails midway breaks the connection before all
-    bytes that the Content-Length states, so a client never takes a part for the whole."""
+    """Sends the archive and closes it, also if the client disconnects. If a file fails midway, fewer bytes than the
+    Content-Length are sent, so a client never mistakes a part for the whole."""
 
     media_type = "application/x-tar"
 
@@ -29,18 +29,18 @@ class ArchiveResponse(Response):
         self._archive = archive
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        leaving = asyncio.create_task(_disconnected(receive))
+        disconnect = asyncio.create_task(_disconnected(receive))
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             chunks = self._archive.chunks()
             while chunk := await asyncio.to_thread(next, chunks, b""):
-                if leaving.done():
-                    logger.debug("a client left before its archive was complete")
+                if disconnect.done():
+                    logger.debug("a client disconnected before its archive was complete")
                     return
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
         finally:
-            leaving.cancel()
+            disconnect.cancel()
             self._archive.close()
 
 

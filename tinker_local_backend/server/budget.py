@@ -14,11 +14,11 @@ from tinker_local_backend.server.access import Access, Tenant
 from tinker_local_backend.server.config import MIB, ServerConfig
 from tinker_local_backend.server.errors import Refused
 
-# Bytes that sampling takes in both processes together, measured on lists of a million (CPython 3.11, numpy 2).
+# Bytes that sampling takes in both processes together, measured on lists of a million items (CPython 3.11, numpy 2).
 NUMBER_BYTES = 72
 """One number of a request (a prompt token, a target, a stop id): 6 as JSON, 23 to 69 in the engine's lists and arrays."""
 CELL_BYTES = 24
-"""One cell of sparse targets, which the engine makes dense: 15, and its score."""
+"""One cell of sparse targets, which the engine converts to dense: 15, and its score."""
 SAMPLE_BYTES = 1024
 TOKEN_BYTES = 96
 """A sampled token with its logprob: 75 until all samples are done, 8 in the answer, 188 while that is encoded (one at a time)."""
@@ -44,9 +44,9 @@ class Draw:
     prompt_topk: int = 0
     """values reported for each prompt token"""
     numbers: int = 0
-    """listed besides the prompt: targets, stops"""
+    """targets and stop ids"""
     cells: int = 0
-    """of sparse targets, empty ones included"""
+    """cells of sparse targets, including empty ones"""
 
     def drawn(self, context_length: int) -> int:
         """Upper bound on the tokens of all samples."""
@@ -76,7 +76,7 @@ _INT_BYTES = 36
 
 
 def memory_of(value: Any) -> int:
-    """Bytes of a parsed body, which can be twenty times those of its JSON."""
+    """Memory of a parsed body in bytes, which can be twenty times its size as JSON."""
     total, rest = 0, [value]
     while rest:
         value = rest.pop()

@@ -1,4 +1,4 @@
-"""What other APIs' routes share that are translated into chats and back: routes_messages.py and routes_responses.py."""
+"""Shared code of APIs that are translated into chats and back: routes_messages.py and routes_responses.py."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tinker_local_backend.server.routes_common import Posted
 
 
 async def as_chat(posted: Posted, path: str, fields: Callable[[], Mapping[str, Any]]) -> ChatBody:
-    """The body of a chat from its fields, which count as memory of the request. `fields` runs off the loop if much was sent.
-    Raises Refused for wrong ones."""
+    """The body of a chat from its fields, whose memory counts for the request. `fields` runs off the event loop if the request
+    is large. Raises Refused for invalid fields."""
 
     def convert() -> tuple[ChatBody, int]:
         try:
@@ -36,5 +36,5 @@ def refuse(where: str, why: str) -> Refused:
 
 
 def event(data: Mapping[str, Any]) -> str:
-    """A server-sent event that is named by its type."""
+    """A server-sent event with its type as its name."""
     return f"event: {data['type']}\ndata: {json.dumps(data)}\n\n"

@@ -1,8 +1,8 @@
-"""What the server wants of a chat format: messages to tokens, tokens to a message. Whoever starts the server hands formats in
-(`ChatFormats`); without them, or where they know none for a model, it is the chat template of the model's tokenizer.
+"""Interface of a chat format: messages to tokens, tokens to a message. The program that starts the server passes the formats
+(`ChatFormats`); without them, or for a model that they do not know, the chat template of the model's tokenizer is used.
 
-Messages, tools and replies have OpenAI's form. Content of messages is text here, or parts where there are pictures, and null
-nowhere.
+Messages, tools and replies have OpenAI's form. Content of messages is text, or a list of parts if there are pictures, and never
+null.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ PICTURE = -1
 """Stands for a position of a picture among token ids."""
 
 CallPiece = str | int | re.Pattern[str] | None
-"""A text, the id of a token, a pattern; None: the JSON of a call's arguments."""
+"""A text, a token id or a pattern; None: the JSON of the call's arguments."""
 
 
 class ReplyStream(Protocol):
     """A reply while its tokens arrive."""
 
     def feed(self, tokens: Sequence[int]) -> tuple[str, str]:
-        """(content, reasoning) that became certain. All that was given out begins the content and the reasoning of the whole
-        reply. The exception is a reply whose prompt opened its reasoning and that never closes it: what was given out as
-        reasoning is content in the end, if the model ended its turn."""
+        """The new (content, reasoning) that later tokens cannot change: joined, they are prefixes of the whole reply's content
+        and reasoning. One exception: if the prompt opened the reasoning and the reply ends its turn without closing it, the
+        text that was streamed as reasoning is the reply's content in the end."""
         ...
 
 
 class ChatFormat(Protocol):
-    """The format of a model's chats, or of one request. Methods raise ValueError, naming the field, for what cannot be done."""
+    """The format of a model's chats, or of one request. Methods raise ValueError, naming the field, for unsupported input."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def stops(self) -> Sequence[int | str]:
-        """What ends a reply besides the model's end-of-sequence tokens."""
+        """Stops of a reply, besides the model's end-of-sequence tokens."""
         ...
 
     def for_request(
@@ -54,7 +54,7 @@ class ChatFormat(Protocol):
         reasoning_effort: str | None,
         options: Mapping[str, bool | str],
     ) -> ChatFormat:
-        """The format of one request. `tools`: None or empty for a request without; `options`: its chat_template_kwargs."""
+        """The format of one request. `tools`: None or empty if it has none; `options`: its chat_template_kwargs."""
         ...
 
     def prompt(
@@ -63,32 +63,32 @@ class ChatFormat(Protocol):
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> list[int] | tinker.ModelInput:
-        """Tokens up to where the assistant's reply begins; chunks where there are pictures. Without `add_generation_prompt`: up
-        to the end of the last message, or, with `continue_final_message`, of its text, with which the reply goes on."""
+        """Tokens up to the start of the assistant's reply; a ModelInput if there are pictures. Without `add_generation_prompt`:
+        up to the end of the last message, or, with `continue_final_message`, of its text, which the reply continues."""
         ...
 
     def read(self, tokens: Sequence[int], ended: bool = False) -> dict[str, Any]:
-        """A reply as a message: `content`, and where present `reasoning_content`, `tool_calls` (with an id if the model wrote
-        one), `unparsed_tool_calls` and other keys. Never raises, whatever the model wrote.
+        """A reply as a message: `content`, and if present `reasoning_content`, `tool_calls` (with an id if the model wrote
+        one), `unparsed_tool_calls` and other keys. Never raises, for any tokens.
 
         Args:
-            tokens: with the one of `stops` that ended it.
-            ended: whether another of the model's end-of-sequence tokens, which is not among `tokens`, ended it.
+            tokens: including the one of `stops` that ended it.
+            ended: whether the reply ended with another of the model's end-of-sequence tokens, which `tokens` lacks.
         """
         ...
 
     def stream(self) -> ReplyStream: ...
 
     def forced_call(self, name: str) -> Sequence[CallPiece]:
-        """All of a reply that calls the tool `name` and does nothing else, without its stop."""
+        """The whole reply that only calls the tool `name`, without its stop."""
         ...
 
 
 class ChatFormats(Protocol):
-    """The formats of the models that a server has. Methods raise ValueError for one that cannot be had."""
+    """The formats of a server's models. Methods raise ValueError for a format that is not available."""
 
     def name_of(self, model: str, user_metadata: Mapping[str, str]) -> str | None:
-        """Of a base model, or of a checkpoint with this metadata. None: the template."""
+        """Format name of a base model, or of a checkpoint with this metadata. None: the template."""
         ...
 
     def make(
@@ -97,7 +97,7 @@ class ChatFormats(Protocol):
 
 
 def format_name(formats: ChatFormats | None, model: str, user_metadata: Mapping[str, str]) -> str:
-    """The format's name, for people."""
+    """The format's name, for display."""
     try:
         return (formats.name_of(model, user_metadata) if formats is not None else None) or TemplateFormat.name
     except ValueError as error:
@@ -107,7 +107,7 @@ def format_name(formats: ChatFormats | None, model: str, user_metadata: Mapping[
 def format_of(
     formats: ChatFormats | None, model: str, text: ChatText, user_metadata: Mapping[str, str], body: ChatBody
 ) -> ChatFormat:
-    """The format of one request. Raises RequestError for what it asks for and the model's format does not have."""
+    """The format of one request. Raises RequestError if the request needs a feature that the model's format lacks."""
     tools = (
         None if body.tool_choice == "none" else [{"type": "function", "function": t.function} for t in body.tools or ()]
     )
@@ -136,7 +136,7 @@ def rendered(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
 ) -> list[int]:
-    """The prompt. Raises RequestError, naming the message, for what the format does not write."""
+    """The prompt. Raises RequestError, naming the message, for content that the format cannot render."""
     try:
         plain = [_plain(message, i) for i, message in enumerate(messages)]
         prompt = chat_format.prompt(plain, add_generation_prompt, continue_final_message)
@@ -152,7 +152,7 @@ def _plain(message: Message, at: int) -> dict[str, Any]:
     if len(reasoning) > 1:
         raise ValueError(f"messages[{at}]: reasoning and reasoning_content differ; leave out one")
     if reasoning and message.role != "assistant":
-        raise ValueError(f"messages[{at}]: only an assistant reasons; leave out reasoning_content")
+        raise ValueError(f"messages[{at}]: only assistant messages have reasoning; leave out reasoning_content")
     content = message.content or ""
     if isinstance(content, str) or all(isinstance(part, TextPart) for part in content):
         fields["content"] = text_of(content)

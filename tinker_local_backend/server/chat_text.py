@@ -51,7 +51,7 @@ class Texts:
         if sum(lengths) > self.max_characters:
             raise Refused(
                 413,
-                f"the text has at least {sum(lengths)} characters; at most {self.max_characters} are taken (max_text_kib)",
+                f"the text has at least {sum(lengths)} characters; at most {self.max_characters} are allowed (max_text_kib)",
             )
 
 
@@ -65,7 +65,7 @@ class ChatText:
         self._control = _any_of(token.content for token in added.values())
         self._delimiters = _any_of(token.content for token in added.values() if token.special)
         self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)
-        """characters of the longest token: a text has at least its length over this in tokens"""
+        """characters of the longest token; a text has at least length / longest_token tokens"""
 
     @classmethod
     def of(cls, model_name: str) -> ChatText:
@@ -87,7 +87,7 @@ class ChatText:
         Raises RequestError if the template rejects the messages."""
         if not self.tokenizer.chat_template:
             raise RequestError("this model's tokenizer has no chat template; use /v1/completions")
-        # What spells a control token is inserted after the template's own text was encoded.
+        # Text that spells a control token is replaced by a placeholder, and encoded apart from the template's text.
         kept: dict[str, str] = {}
         rendered = [{**message, "content": self._keep(message, kept)} for message in messages]
         spelled: dict[str, str] = {}
@@ -103,7 +103,7 @@ class ChatText:
         try:
             text = self.tokenizer.apply_chat_template(rendered, tokenize=False, **ending, **arguments)
         except (TemplateError, TypeError, ValueError) as error:
-            raise RequestError(f"the model's chat template does not take these messages: {error}") from None
+            raise RequestError(f"the model's chat template rejects these messages: {error}") from None
         assert isinstance(text, str)
         if not kept:
             return self.tokenizer.encode(text, add_special_tokens=False)
@@ -115,9 +115,9 @@ class ChatText:
         return ids
 
     def _keep_spelled(self, value: Any, spelled: dict[str, str], where: str) -> Any:
-        """A copy of a JSON value in which an unguessable placeholder stands for every control token that a text in it spells.
+        """A copy of a JSON value in which unguessable placeholders replace all control tokens that its texts spell.
 
-        The template may write the value as JSON. Raises RequestError for a token that JSON writes in another way.
+        The template may write the value as JSON. Raises RequestError for a token that JSON would escape.
         """
         if isinstance(value, Mapping):
             pairs = [(self._keep_spelled(key, spelled, where), one) for key, one in value.items()]

@@ -52,7 +52,7 @@ class ServerConfig:
     chat: str = chz.field(
         default="renderer",
         doc="how chats become tokens: renderer (that of a checkpoint's training, else the one that recipes choose for the model; "
-        "where none is known, the template), template (the tokenizer's chat template), or a renderer's name, for all models",
+        "if none is known, the template), template (the tokenizer's chat template), or a renderer's name, for all models",
     )
     share_prefixes: bool = chz.field(
         default=False,
@@ -61,7 +61,7 @@ class ServerConfig:
     max_body_mib: int = _limit(64, "largest request body")
     max_decompressed_mib: int = _limit(256, "largest request body after decompression")
     max_json_mib: int = _limit(16, "largest request body that is JSON, after decompression")
-    max_text_kib: int = _limit(1024, "thousands of characters of text in a request, all prompts together")
+    max_text_kib: int = _limit(1024, "text in a request in units of 1,024 characters, all prompts together")
     max_text_requests: int = _limit(256, "requests of a tenant that wait for the tokenizer; above it, 429")
     max_waiting_mib: int | None = _limit(
         None,
@@ -72,7 +72,7 @@ class ServerConfig:
     max_connections: int = _limit(10000, "open connections")
     max_tenant_requests: int = _limit(
         5000,
-        "unanswered requests of a tenant, long polls included; set it below max_connections, or one tenant can take them all",
+        "unanswered requests of a tenant, including long polls; set it below max_connections, or one tenant can use them all",
     )
     max_sessions: int = _limit(100, "live sessions of a tenant")
     max_models: int = _limit(32, "adapters that a tenant trains at a time")
@@ -148,7 +148,7 @@ def check_config(config: ServerConfig, has_keys: bool) -> None:
             raise RequestError(f"model {name!r}: the SDK cuts a model's name at ':'; use a path without one")
         if name.startswith(("/", "~")) and name.count("/") == 2:
             raise RequestError(
-                f"model {name!r}: the SDK takes a name with two slashes for organisation/model/variant and loads the "
+                f"model {name!r}: the SDK reads a name with two slashes as organisation/model/variant and loads the "
                 "tokenizer of the first two parts; move or link the folder one level deeper"
             )
     if config.port > 65535:

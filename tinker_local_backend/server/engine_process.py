@@ -40,8 +40,8 @@ from tinker_local_backend.wire.frames import Channel, Frame
 logger = logging.getLogger(__name__)
 
 _IMMEDIATE = "stats"
-"""The operation that the reading thread runs itself, even while the engine's worker is busy. The worker runs all others: a thread
-that parses and one that computes keep waiting for each other's hold on the interpreter."""
+"""The operation that the reading thread runs itself, even while the engine's worker is busy. The worker runs all others, because
+threads that parse and compute at the same time would contend for the GIL."""
 
 _USER_ERRORS = (RequestError, ModelLoadError, CheckpointError)
 
@@ -59,7 +59,8 @@ class EngineProcess:
         self._running: dict[int, Future[Any]] = {}
 
     def serve(self) -> None:
-        """Run until the socket closes. The first frame has the models, loaded before its answer, and a limit on sequences."""
+        """Run until the socket closes. The first frame has the models, which are loaded before it is answered, and a limit on
+        sequences."""
         first = self._channel.receive()
         if first is None:
             return

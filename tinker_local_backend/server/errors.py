@@ -15,7 +15,7 @@ from tinker_local_backend.errors import LocalBackendError
 logger = logging.getLogger(__name__)
 
 TRY_AGAIN = (429, 503)
-"""Statuses after which clients retry the request."""
+"""HTTP statuses on which clients retry."""
 
 
 class Refused(Exception):
@@ -25,7 +25,7 @@ class Refused(Exception):
         super().__init__(detail)
         self.retry_after = retry_after
         self.code = code
-        """OpenAI's name of the error, on which its clients decide"""
+        """OpenAI's error code, which its clients act on"""
         self.status = status
         self.detail = detail
 
@@ -81,8 +81,8 @@ def _status_and_detail(path: str, error: Exception) -> tuple[int, str]:
 
 
 def refused_body(path: str, error: ValidationError) -> Refused:
-    """The refusal of a body, with its wrong fields. Call it on the parsing thread: its time grows with the number of errors.
-    pydantic cannot report the first few errors only, so the schemas end lists at their first error and limit dicts."""
+    """The refusal of a body, with its invalid fields. Call it on the parsing thread: its time grows with the number of errors.
+    pydantic always reports all errors, so the schemas stop lists at their first error and limit dicts."""
     return Refused(
         _invalid(path), _problems(error.errors(include_url=False, include_context=False, include_input=False))
     )
@@ -93,6 +93,6 @@ def _invalid(path: str) -> int:
 
 
 def _problems(errors: Sequence[Any], outer: int = 0) -> str:
-    """Wrong fields and reasons, without the values. `outer`: parts to drop from the start of each location."""
+    """Invalid fields and reasons, without the values. `outer`: number of parts to drop from the start of each location."""
     messages = [f"{'.'.join(str(part) for part in e['loc'][outer:])}: {e['msg']}" for e in errors[:8]]
     return "; ".join(messages)[:2000]

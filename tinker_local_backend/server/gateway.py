@@ -46,7 +46,7 @@ DIRECT = {
 }
 
 HEALTH_ROUTE = "/health"
-"""503 only while stopping: a server that loads its models is healthy, and its supervisor must not restart it."""
+"""503 only while stopping: a server that is loading models is healthy, and its supervisor must not restart it."""
 
 READY_ROUTES = frozenset({"/ready", "/api/v1/healthz"})
 """200 only from a server that accepts requests. The SDK asks the second."""
@@ -100,7 +100,7 @@ class Gateway:
                 raise Refused(503, "the server is loading its models; send the request again")
             await self._answer(service, scope, receive, send_and_record)
         except Exception as error:
-            if status:  # too late for another answer
+            if status:  # the response has already started
                 raise
             await refusal(path, error)(scope, receive, send_and_record)
         finally:
@@ -124,7 +124,7 @@ class Gateway:
                 _check_type(headers, () if route is None or route.body is not None else PROTOBUF)
             posted = Posted(service, tenant, body, _is_compressed(headers), receive, reservation)
             if route is None:
-                plain = await posted.read(SMALL_BODY, "this route needs no more", lambda plain: plain)
+                plain = await posted.read(SMALL_BODY, "this route takes no more", lambda plain: plain)
                 reservation.extend(len(plain) if posted.is_compressed else 0)
                 await self._app(scope, _replay(plain, receive), send)
                 return
@@ -138,7 +138,7 @@ class Gateway:
             self._busy[tenant.name] -= 1
 
     def _admit(self, scope: Scope, headers: Mapping[bytes, bytes]) -> Tenant:
-        """The tenant of a request, by its key or by a signed address. Raises Refused (401) for a missing or unknown key."""
+        """The tenant of a request, by its key or by a signed URL. Raises Refused (401) for a missing or unknown key."""
         if not self._access.has_keys:
             _check_host(headers.get(b"host", b"").decode("latin-1"))
         key = headers.get(b"x-api-key")
@@ -169,7 +169,7 @@ def _framework(service: Service) -> FastAPI:
     async def unknown(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         what = f"{request.method} {request.url.path[:200]}"
-        detail = f"there is no route {what} here; docs/server.md lists those that there are"
+        detail = f"there is no route {what} here; docs/server.md lists the routes"
         return refusal(
             request.url.path, Refused(error.status_code, detail if error.status_code in (404, 405) else error.detail)
         )
@@ -186,7 +186,9 @@ def _check_type(headers: Mapping[bytes, bytes], others: Sequence[str]) -> None:
     given = headers.get(b"content-type", b"").decode("latin-1")
     kind = given.partition(";")[0].strip().lower()
     if kind.startswith("multipart/"):
-        raise Refused(415, f"the body is {kind[:100]}: no route here takes files; send JSON to one of docs/server.md")
+        raise Refused(
+            415, f"the body is {kind[:100]}: no route here takes files; send JSON to a route of docs/server.md"
+        )
     if kind != JSON and kind not in others:
         raise Refused(
             415,
@@ -209,8 +211,8 @@ def _check_host(host: str) -> None:
     if not is_loopback(name.removeprefix("[").removesuffix("]")):
         raise Refused(
             403,
-            f"the host {host[:200]!r} is not this machine: a server without API keys answers to 127.0.0.1, localhost and [::1] "
-            "alone",
+            f"the host {host[:200]!r} is not this machine: a server without API keys answers only to 127.0.0.1, localhost and "
+            "[::1]",
         )
 
 
@@ -219,7 +221,7 @@ async def _read(service: Service, headers: Mapping[bytes, bytes], receive: Recei
     limit, seconds = service.config.max_body_mib * MIB, service.config.body_seconds
     length = headers.get(b"content-length", b"0")
     if length.isdigit() and int(length) > limit:
-        raise Refused(413, f"the body has {int(length)} bytes; at most {limit} are taken (max_body_mib)")
+        raise Refused(413, f"the body has {int(length)} bytes; at most {limit} are allowed (max_body_mib)")
     pieces, size = [], 0
     try:
         async with asyncio.timeout(seconds):

@@ -41,7 +41,7 @@ def one_server(home: Path) -> Iterator[None]:
         except BlockingIOError:
             file.seek(0)
             raise RequestError(
-                f"home={str(home)!r} is another server's: {_holder(file.read())}; stop that one, or give another home"
+                f"home={str(home)!r} is in use by another server: {_holder(file.read())}; stop that one, or give another home"
             ) from None
         except OSError as error:
             if error.errno not in _NO_FLOCK:

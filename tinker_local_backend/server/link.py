@@ -1,4 +1,4 @@
-"""The HTTP process's connection to the engine's process: start it, call it, notice its end."""
+"""The HTTP process's connection to the engine's process: start it, call it, detect its end."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ServedModel:
     execution: dict[str, str]
     """see engine.models.describe"""
     lora_widths: dict[ExpertLayout, dict[str, int]] = field(default_factory=dict)
-    """by how it covers routed experts: parameters of a rank-1 adapter on attention (attn), MLPs (mlp) and the head (unembed)"""
+    """by expert layout: parameters of a rank-1 adapter on attention (attn), MLPs (mlp) and the head (unembed)"""
 
 
 def served(models: Sequence[ServedModel], name: str, status: int = 400) -> ServedModel:
@@ -145,5 +145,5 @@ class EngineLink:
 
 
 def _dead() -> Frame:
-    error = EngineClosedError("the engine's process has ended; restart the server and go on from a checkpoint")
+    error = EngineClosedError("the engine's process has ended; restart the server and continue from a checkpoint")
     return Frame({"error": str(error), "category": "server"})

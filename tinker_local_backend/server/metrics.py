@@ -16,7 +16,7 @@ from tinker_local_backend.wire.frames import Frame
 
 QUANTILES = (0.5, 0.99)
 LATEST = 4096
-"""operations per kind that quantiles are computed over"""
+"""number of latest operations per kind that quantiles are computed over"""
 
 _SECONDS = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
@@ -25,8 +25,8 @@ def _gauge(
     name: str, title: str, labels: Sequence[str], values: Iterable[tuple[tuple[str, ...], float]]
 ) -> GaugeMetricFamily:
     family = GaugeMetricFamily(name, title, labels=labels)
-    for of, value in values:
-        family.add_metric(of, value)
+    for label_values, value in values:
+        family.add_metric(label_values, value)
     return family
 
 
@@ -52,7 +52,7 @@ class Latest:
 
 
 class EngineStats:
-    """A Prometheus collector: the statistics that the engine sent last."""
+    """A Prometheus collector: the latest statistics from the engine."""
 
     def __init__(self) -> None:
         self.samplers: Mapping[str, Mapping[str, float]] = {}
@@ -72,7 +72,7 @@ class EngineStats:
             values = [((model,), stats[name]) for model, stats in self.samplers.items()]
             yield _gauge(f"tinker_sampler_{name}", f"{name} of a model's sampler", ["model"], values)
         longest = [((kind,), wait["longest_seconds"]) for kind, wait in self.waits.items()]
-        title = "longest wait of a kind until it was begun"
+        title = "longest wait of an operation in the queue, by kind"
         yield _gauge("tinker_operation_longest_wait_seconds", title, ["kind"], longest)
 
 
@@ -86,7 +86,7 @@ class TenantGauges:
         live = self._live()
         for name in sorted({name for numbers in live.values() for name in numbers}):
             values = [((tenant,), numbers[name]) for tenant, numbers in live.items()]
-            yield _gauge(f"tinker_tenant_{name}", f"{name.replace('_', ' ')} there are now", ["tenant"], values)
+            yield _gauge(f"tinker_tenant_{name}", f"current {name.replace('_', ' ')}", ["tenant"], values)
 
 
 class Metrics:
@@ -120,7 +120,7 @@ class Metrics:
     def watch(self, live: Callable[[], Mapping[str, float]]) -> None:
         """Add gauges, read at each scrape."""
         for name in live():
-            gauge = Gauge(f"tinker_live_{name}", f"{name.replace('_', ' ')} there are now", registry=self._registry)
+            gauge = Gauge(f"tinker_live_{name}", f"current {name.replace('_', ' ')}", registry=self._registry)
             gauge.set_function(lambda name=name: live()[name])
 
     def set_executions(self, executions: Mapping[str, Mapping[str, str]]) -> None:

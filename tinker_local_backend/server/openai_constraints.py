@@ -1,6 +1,6 @@
-"""The constraint that a body of an OpenAI-compatible route asks for: OpenAI's fields, and vLLM's `structured_outputs`.
+"""The constraint in a body of an OpenAI-compatible route: OpenAI's fields, and vLLM's `structured_outputs`.
 
-It covers the whole reply from its first token on. The engine compiles it, and refuses what cannot be compiled.
+It covers the whole reply from its first token on. The engine compiles it, and refuses one that cannot be compiled.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from tinker_local_backend.server.errors import Refused
 from tinker_local_backend.server.openai_schemas import ChatBody, OpenAIBody, Tool
 
 Fields = dict[str, Any]
-"""Those of a Constraint (constraint.py)."""
+"""Fields of a Constraint (constraint.py)."""
 
 
 def may_constrain(body: OpenAIBody) -> bool:
-    """Whether `constraint_of` has to look."""
+    """Whether the body has a field that `constraint_of` reads."""
     fields = (body.response_format, body.structured_outputs, body.tool_choice if isinstance(body, ChatBody) else None)
     return any(field is not None for field in fields)
 
 
 def constraint_of(body: OpenAIBody, chat_format: ChatFormat | None = None) -> Fields | None:
-    """None: the reply may be any text. `chat_format`: of the request, if it is a chat.
+    """The constraint of a body; None: the reply may be any text. `chat_format`: the request's, if it is a chat.
 
-    Raises Refused, or RequestError for the values of a constraint, naming the field that is wrong or not supported.
+    Raises Refused, or RequestError for the values of a constraint, naming the field that is invalid or not supported.
     """
     asked = {"response_format": _response_format(body.response_format)}
     asked["structured_outputs"] = _structured_outputs(body.structured_outputs)

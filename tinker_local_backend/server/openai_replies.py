@@ -17,11 +17,11 @@ from tinker_local_backend.server.openai_schemas import ChatBody, CompletionBody,
 from tinker_local_backend.server.token_bytes import token_bytes
 
 FLAGS = ("unparsed_tool_calls", "tool_argument_errors")
-"""What a message says of calls that are not as they should be, beside OpenAI's fields."""
+"""Keys of a message for malformed tool calls, in addition to OpenAI's fields."""
 
 
 def head(body: ChatBody | CompletionBody) -> dict[str, Any]:
-    """The fields that every reply and every chunk of a stream begins with."""
+    """The first fields of every reply and every chunk of a stream."""
     is_chat = isinstance(body, ChatBody)
     kind = "text_completion" if not is_chat else "chat.completion.chunk" if body.stream else "chat.completion"
     name = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
@@ -60,8 +60,8 @@ def stopped_by(
     if last in eos_token_ids and not body.ignore_eos:
         return None
     whole = text.text(sequence.tokens)
-    found = [(whole.find(stop), stop) for stop in body.stops if stop in whole]
-    return min(found)[1] if found else None
+    matches = [(whole.find(stop), stop) for stop in body.stops if stop in whole]
+    return min(matches)[1] if matches else None
 
 
 def reasoning_fields(reasoning: str) -> dict[str, str]:
@@ -76,14 +76,14 @@ def _message(
     tokens, last = sequence.tokens, sequence.tokens[-1] if sequence.tokens else None
     stopped = sequence.stop_reason == "stop" and last not in chat_format.stops
     at_end, at_stop = stopped and last in eos_token_ids, stopped and last in (body.stop_token_ids or ())
-    said = chat_format.read(tokens[:-1] if at_end or at_stop else tokens, ended=at_end)
-    message: dict[str, Any] = {"role": "assistant", "content": text.cut(said["content"], body.stops)}
-    if reasoning := text.cut(said.get("reasoning_content", ""), body.stops):
+    parsed = chat_format.read(tokens[:-1] if at_end or at_stop else tokens, ended=at_end)
+    message: dict[str, Any] = {"role": "assistant", "content": text.cut(parsed["content"], body.stops)}
+    if reasoning := text.cut(parsed.get("reasoning_content", ""), body.stops):
         message |= reasoning_fields(reasoning)
-    if calls := said.get("tool_calls"):
+    if calls := parsed.get("tool_calls"):
         message["content"] = message["content"] or None
         message["tool_calls"] = [{"id": f"call_{uuid.uuid4().hex[:24]}", **call} for call in calls]
-    return message | {key: said[key] for key in FLAGS if key in said}
+    return message | {key: parsed[key] for key in FLAGS if key in parsed}
 
 
 def token_logprobs(text: ChatText | None, sequence: SampledSequence, top: int) -> list[dict[str, Any]]:

@@ -30,16 +30,16 @@ from tinker_local_backend.wire.frames import Frame
 T = TypeVar("T")
 
 TOO_LONG = "context_length_exceeded"
-"""OpenAI's code of an error, after which agents shorten the conversation."""
+"""OpenAI's error code on which agents shorten the conversation."""
 
 
 @dataclass(frozen=True)
 class ReplyForm:
-    """How a reply is written: as OpenAI has it, or translated from that for another API."""
+    """How a reply is written: in OpenAI's form, or translated from it for another API."""
 
     whole: Callable[[dict[str, Any]], Response] = JSONResponse
     events: Callable[[AsyncGenerator[Piece], int], AsyncGenerator[str]] = lambda pieces, _: events(pieces)
-    """of the chunks of a stream, and the tokens of its prompts"""
+    """(chunks of a stream, number of prompt tokens) -> server-sent events"""
 
 
 OPENAI_FORM = ReplyForm()
@@ -47,7 +47,7 @@ OPENAI_FORM = ReplyForm()
 
 @dataclass(frozen=True)
 class SampleSpec:
-    """What to sample, and how to make the reply."""
+    """What to sample, and how to build the reply."""
 
     prompts: list[list[int]]
     max_tokens: int | None
@@ -66,13 +66,13 @@ ProgressEvent = tuple[int, Frame | None]
 
 @dataclass(frozen=True)
 class TextRequest:
-    """A request for the tokens of texts."""
+    """A request that needs a model's tokenizer."""
 
     posted: Posted
     model: ServedModel
     text: ChatText
     user_metadata: Mapping[str, str]
-    """of the checkpoint"""
+    """metadata of the checkpoint"""
 
     @classmethod
     async def named(cls, posted: Posted, model: str) -> TextRequest:
@@ -82,7 +82,7 @@ class TextRequest:
         return TextRequest(posted, base, await posted.service.texts.of(base.name), metadata)
 
     def format_of(self, body: ChatBody) -> ChatFormat:
-        """The format of a chat. Raises RequestError for what the model's has not."""
+        """The format of a chat. Raises RequestError if the request needs a feature that the model's format lacks."""
         return format_of(self.posted.service.formats, self.model.name, self.text, self.user_metadata, body)
 
     def check_text(self, lengths: Sequence[int]) -> None:
@@ -105,14 +105,14 @@ class OpenAIRequest(TextRequest):
     returns_logprobs: bool
     sampler: Sampler
     chat_format: ChatFormat | None
-    """of a chat"""
+    """for a chat; None for a completion"""
     constraint: dict[str, Any] | None
 
     @classmethod
     async def of(cls, posted: Posted, body: OpenAIBody, returns_logprobs: bool) -> OpenAIRequest:
         sampler, model = await posted.service.samplers.default_sampler(posted.tenant, body.model)
         text = await posted.service.texts.of(model.name)
-        body.model = sampler.model_path or body.model  # the reply says which checkpoint `latest` was
+        body.model = sampler.model_path or body.model  # the reply names the checkpoint that `latest` was
         chat_format: ChatFormat | None = None
         if isinstance(body, ChatBody):
             chat_format = format_of(posted.service.formats, model.name, text, sampler.user_metadata, body)
@@ -120,7 +120,7 @@ class OpenAIRequest(TextRequest):
         if may_constrain(body):  # a schema may be large
             constraint = await posted.service.texts.pool.run(posted.tenant, lambda: constraint_of(body, chat_format))
         if constraint is not None and body.ignore_eos:
-            raise Refused(400, "ignore_eos leaves a reply under a constraint without an end; leave out one of them")
+            raise Refused(400, "with ignore_eos a reply under a constraint never ends; leave out one of them")
         metadata = sampler.user_metadata
         return cls(posted, model, text, metadata, body, returns_logprobs, sampler, chat_format, constraint)
 
@@ -180,7 +180,7 @@ class OpenAIRequest(TextRequest):
                     at, frame = await arrived.get()
                 try:
                     reply = await self._reply(spec, requests, dict)
-                except Refused as refusal:  # too late for another status
+                except Refused as refusal:  # the status is already sent
                     yield error_body("/v1/", refusal.status, refusal.detail)
                     return
                 for choice in reply["choices"]:
@@ -255,7 +255,7 @@ class OpenAIRequest(TextRequest):
             pass
 
     async def _reply(self, spec: SampleSpec, requests: list[Request], form: Callable[[dict[str, Any]], T]) -> T:
-        """The reply made of the results. Raises Refused if a request failed."""
+        """Build the reply from the results. Raises Refused if a request failed."""
         replies = [request.reply for request in requests]
         for request in requests:
             self.posted.service.requests.discard(request)
@@ -268,7 +268,7 @@ class OpenAIRequest(TextRequest):
 def _result(reply: Frame | None) -> bytes:
     """The reply's body. Raises Refused if the request failed."""
     if reply is None or "error" in reply.fields:
-        fields = {"error": "the result is gone", "category": "server"} if reply is None else reply.fields
+        fields = {"error": "the result was dropped", "category": "server"} if reply is None else reply.fields
         raise Refused(400 if fields["category"] == "user" else 500, fields["error"])
     return reply.body
 

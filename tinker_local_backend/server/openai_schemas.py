@@ -83,7 +83,7 @@ class Strict(BaseModel):
 
 
 class _LogitFields(Strict):
-    """Changes of single logits, which the engine checks, and when a sample may end."""
+    """Fields that change logits, which the engine checks, and min_tokens and ignore_eos."""
 
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -93,7 +93,7 @@ class _LogitFields(Strict):
     ignore_eos: bool = False
 
     def logit_rules(self) -> dict[str, Any]:
-        """Those that are given, as the engine's sampling parameters."""
+        """The given ones, as the engine's sampling parameters."""
         names = {"presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "min_tokens"}
         return self.model_dump(include=names, exclude_none=True)
 
@@ -117,14 +117,14 @@ class OpenAIBody(_LogitFields):
     """only requests with the same salt share cached prompts"""
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
-    """vLLM's: json, regex, choice, grammar or json_object"""
+    """vLLM's field: json, regex, choice, grammar or json_object"""
 
     @property
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     def sampling_params(self, max_tokens: int | None, eos_token_ids: list[int]) -> dict[str, Any]:
-        """Parameters for the engine. The model's end of turn ends a sample, with other stops or without, but for `ignore_eos`."""
+        """Parameters for the engine. Besides its stops, the model's end of turn ends a sample, unless `ignore_eos` is set."""
         stops = [*self.stops, *(self.stop_token_ids or [])]
         ends = [] if self.ignore_eos else eos_token_ids
         return {
@@ -155,14 +155,14 @@ class TextPart(BaseModel):
     text: Text
 
 
-def _of_data(url: str) -> str:
+def _data_url(url: str) -> str:
     if not url.startswith(("data:image/png;base64,", "data:image/jpeg;base64,")):
         raise ValueError("url must be data:image/png;base64,... or data:image/jpeg;base64,...; nothing is downloaded")
     return url
 
 
 class ImageUrl(BaseModel):
-    url: Annotated[str, Field(max_length=1 << 26), AfterValidator(_of_data)]
+    url: Annotated[str, Field(max_length=1 << 26), AfterValidator(_data_url)]
     detail: Literal["auto"] | None = None
 
 
@@ -172,7 +172,7 @@ class ImagePart(BaseModel):
 
 
 class UnparsedCall(BaseModel):
-    """As a reply has it."""
+    """A malformed tool call, as in a reply."""
 
     raw_text: Text
     error: Text = ""
@@ -215,7 +215,7 @@ class ChatBody(OpenAIBody):
     reasoning_effort: Short | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    """the reply goes on with the last message, which is the assistant's; without `add_generation_prompt`"""
+    """the reply continues the last message, which is the assistant's; without `add_generation_prompt`"""
 
 
 class CompletionBody(OpenAIBody):
@@ -237,15 +237,15 @@ class CompletionBody(OpenAIBody):
             raise Refused(400, f"best_of={self.best_of} is less than n={self.n}; raise it, or leave it out")
         if self.best_of not in (None, self.n) and self.stream:
             raise Refused(
-                400, f"best_of={self.best_of} cannot be streamed: the best are known at the end; leave out stream"
+                400, f"best_of={self.best_of} cannot be streamed: the best are known only at the end; leave out stream"
             )
         if self.max_tokens == 0 and (not self.echo or self.n > 1 or self.best_of not in (None, 1)):
-            raise Refused(400, "max_tokens=0 returns the prompt alone: it needs echo=true, n=1 and no best_of")
+            raise Refused(400, "max_tokens=0 returns only the prompt: it needs echo=true, n=1 and no best_of")
         return self
 
 
 class GenerateParams(_LogitFields):
-    """Those of vLLM's sampling parameters that the engine supports."""
+    """vLLM's sampling parameters that the engine supports."""
 
     n: Samples = 1
     max_tokens: Count | None = 16

@@ -21,7 +21,7 @@ Piece = dict[str, Any]
 
 
 class ReplySoFar:
-    """Content and reasoning of a growing reply of a chat, without what may become a stop string."""
+    """Content and reasoning of a streamed chat reply. Text that may become a stop string is held back."""
 
     def __init__(self, chat_format: ChatFormat, ends: Sequence[int], stops: Sequence[str]):
         self._stream = chat_format.stream()
@@ -47,7 +47,7 @@ class Choices:
     """The choices of one streamed request, as chunks of a chat or text completion.
 
     Args:
-        chat_format: of a chat; None for a text completion.
+        chat_format: format of the chat; None for a text completion.
     """
 
     def __init__(
@@ -95,8 +95,8 @@ class Choices:
         return self._chunk(index, choice)
 
     def end(self, index: int, choice: Piece) -> Iterator[Piece]:
-        """The rest of a choice, from the non-streamed reply: held back text, tool calls and what else the message has, finish
-        reason."""
+        """The rest of a choice, from the non-streamed reply: held back text, tool calls, other keys of the message, and the
+        finish reason."""
         if not isinstance(self._body, ChatBody):
             rest = self._texts[index].end(choice["text"])
             yield self._chunk(index, {"text": rest, "logprobs": None}, choice["finish_reason"])

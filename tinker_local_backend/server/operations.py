@@ -42,7 +42,7 @@ class Operations:
     Called on a thread without an event loop, so the engine runs operations as they arrive, without lockstep.
 
     Args:
-        send_progress: takes an operation's number and a frame with a part of its result; returns at once.
+        send_progress: called with an operation's number and a frame with a part of its result; must return at once.
     """
 
     def __init__(self, engine: Engine, send_progress: Callable[[int, Frame], None]):
@@ -52,7 +52,7 @@ class Operations:
         self._samplers: dict[str, Future[SamplingClient]] = {}
         self._compiling = ThreadPoolExecutor(1, "tinker-constraints")
         self._decoding = ThreadPoolExecutor(DECODING_THREADS, "tinker-decoding")
-        """compiling a constraint or decoding a picture may take seconds, in which the engine goes on"""
+        """separate threads, because compiling a constraint or decoding a picture may take seconds"""
 
     def run(self, frame: Frame) -> Reply:
         """Submit a frame's operation. Raises RequestError if it cannot be submitted."""
@@ -141,7 +141,7 @@ class Operations:
         return saved, lambda response: _json(type="save_weights_external", path=response.path)
 
     def snapshot(self, fields: Fields) -> Reply:
-        """A sampler of the present weights, kept in memory as `sampler_id`."""
+        """A sampler of the current weights, kept in memory as `sampler_id`."""
         snapshot = self._model(fields).save_weights_and_get_sampling_client(kind=fields["kind"])
         sampler_id = fields["sampler_id"]
         self._samplers[sampler_id] = snapshot.future()
@@ -153,7 +153,7 @@ class Operations:
         return load(path), lambda _: _json(type="load_weights", path=path, model_id=fields["model_id"])
 
     def fail_step(self, fields: Fields) -> Reply:
-        """Make the next step fail: a part of its data is missing."""
+        """Make the next step fail, because a part of its data is missing."""
         return self._model(fields).fail_step(fields["why"]), lambda _: Frame()
 
     def refuse(self, fields: Fields) -> Reply:
@@ -209,7 +209,7 @@ class Operations:
         return completed(Frame), lambda frame: frame
 
     def stats(self, fields: Fields) -> Reply:
-        """Present statistics of the samplers and waits of the operations."""
+        """Current statistics of the samplers, and queue waits of the operations."""
         samplers = {name: stats._asdict() for name, stats in self._engine.sampler_stats().items()}
         waits = {kind: wait._asdict() for kind, wait in self._engine.waits().items()}
         return completed(lambda: Frame({"samplers": samplers, "waits": waits})), lambda frame: frame
@@ -221,7 +221,7 @@ OPERATIONS: dict[str, Callable[[Operations, Fields], Reply]] = {
 
 
 class Progress:
-    """Sends the new tokens of samples while they are drawn: each token once, even if a preempted sample draws it again."""
+    """Streams the new tokens of samples: each token once, even if a preempted sample samples it again."""
 
     def __init__(self, send: Callable[[Frame], None]):
         self._send = send

@@ -37,7 +37,7 @@ class Pool:
         else:
             await self._wait(tenant)
         running = asyncio.get_running_loop().run_in_executor(self._executor, call)
-        # A cancelled caller leaves its thread running.
+        # If the caller is cancelled, its thread runs on.
         running.add_done_callback(lambda _: self._let_next())
         return await asyncio.shield(running)
 
@@ -62,7 +62,7 @@ class Pool:
             name, queue = self._queues.popitem(last=False)
             turn = queue.popleft() if queue else None
             if queue:
-                self._queues[name] = queue  # after all others
+                self._queues[name] = queue  # round robin
             if turn is not None and not turn.done():
                 turn.set_result(None)
                 return

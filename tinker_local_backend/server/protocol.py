@@ -15,7 +15,7 @@ _TOO_LARGE = (
 
 
 def http_protocol() -> Any:
-    """The value for `uvicorn.Config(http=...)`. Without httptools it is h11, which has the same limit and answers with 400."""
+    """The value for `uvicorn.Config(http=...)`. Without httptools uvicorn uses h11, which has the same limit and answers 400."""
     try:
         from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
     except ImportError:
@@ -27,7 +27,7 @@ def http_protocol() -> Any:
         _reading = False
         """within headers"""
         _size = 0
-        """bytes of the present request's complete headers"""
+        """bytes of the current request's complete headers"""
         _unfinished = 0
         """bytes received since its headers began; 0 after their end"""
 
@@ -35,10 +35,10 @@ def http_protocol() -> Any:
             for start in range(0, len(data), MAX_HEADER_BYTES):
                 if self.parser is None or self.transport.is_closing():
                     return
-                piece, went_on = data[start : start + MAX_HEADER_BYTES], self._reading
+                piece, was_reading = data[start : start + MAX_HEADER_BYTES], self._reading
                 super().data_received(piece)
-                # Only the parser knows an incomplete header, so count received bytes.
-                pending = len(piece) if went_on and self._reading else 0
+                # Only the parser knows about an incomplete header, so count received bytes.
+                pending = len(piece) if was_reading and self._reading else 0
                 self._unfinished = self._unfinished + pending if self._reading else 0
                 if max(self._size, self._unfinished) > MAX_HEADER_BYTES and not self.transport.is_closing():
                     self.transport.write(_TOO_LARGE)

@@ -53,15 +53,15 @@ class Disk(Account):
     """Disk space reserved for files that are not written yet."""
 
     async def room(self, tenant: Tenant, count: int) -> Reservation:
-        """Reserve `count` bytes until the written files count themselves. Raises Refused (403) if they exceed the quota."""
+        """Reserve `count` bytes until the files are written. Raises Refused (403) if they exceed the quota."""
         bound = tenant.terms.disk_mib
         if bound is not None:
-            before = self.of(tenant)  # files whose reservation ends during the scan may be missed by it
+            before = self.of(tenant)  # the scan may miss files whose reservation ends meanwhile
             used = await asyncio.to_thread(bytes_below, tenant.home) + max(before, self.of(tenant))
             if used + count > bound * MIB:
                 raise Refused(
                     403,
-                    f"your files take {used / MIB:.1f} MiB, running saves included, this needs {count / MIB:.1f} more, and your "
+                    f"your files take {used / MIB:.1f} MiB including running saves, this needs {count / MIB:.1f} more, and your "
                     f"limit is {bound} (disk_mib); delete checkpoints that are no longer needed",
                 )
         return self.reserve(tenant, count)

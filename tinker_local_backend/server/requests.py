@@ -65,7 +65,7 @@ class Requests:
         reply.add_done_callback(resolve)
 
     def drop(self, models: Sequence[str] = (), samplers: Sequence[str] = ()) -> None:
-        """Let the engine free these models and samplers."""
+        """Tell the engine to free these models and samplers."""
         if models or samplers:
             self._link.call({"op": "drop", "model_ids": list(models), "sampler_ids": list(samplers)})
 
@@ -95,14 +95,14 @@ class Requests:
         request.reply = None  # RecentRequests may still hold the request
 
     def discard_older_than(self, cutoff: float, is_alive: Callable[[Session], bool]) -> None:
-        """Drop results that were fetched before `cutoff`; of dead sessions, those that were requested before it."""
+        """Drop results that were fetched before `cutoff`; in dead sessions, results of requests made before it."""
         for request in list(self._requests.values()):
             since = request.fetched if is_alive(request.session) else request.created
             if request.reply is not None and since is not None and since < cutoff:
                 self.discard(request)
 
     def limit_results(self, max_bytes: int) -> None:
-        """Drop the oldest results of each tenant whose results, of all sessions together, exceed `max_bytes`."""
+        """Drop the oldest results of each tenant whose results, over all sessions, exceed `max_bytes`."""
         left: dict[str, int] = {}
         for request in reversed(list(self._requests.values())):
             if request.reply is not None:

@@ -1,7 +1,7 @@
-"""What routes share: the request's context, idempotency keys, and DirectRoutes, which bypass FastAPI.
+"""Shared by routes: the request's context, idempotency keys, and DirectRoutes, which bypass FastAPI.
 
-Routes that every training step or sample calls, or that have large bodies, are DirectRoutes: for each request FastAPI matches
-routes and resolves dependencies, which takes longer than the rest of such a call, and it parses bodies on the event loop.
+Routes that every training step or sample calls, or that have large bodies, are DirectRoutes: FastAPI's route matching and
+dependencies take longer than the rest of such a call, and it parses bodies on the event loop.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ INLINE_BYTES = 1 << 15
 """Bodies up to this size are decompressed and parsed on the event loop: starting a thread would take longer."""
 
 MAX_PARTS = 1 << 17
-"""Limit on arrays, objects and keys of a JSON body. Parsing holds the interpreter: 0.1 s for this many objects, 0.3 s for this
-many lists, 3.9 s for two million lists."""
+"""Limit on arrays, objects and keys of a JSON body. Parsing holds the GIL: 0.1 s for this many objects, 0.3 s for this many
+lists, 3.9 s for two million lists."""
 
 REMEMBERED_KEYS = 4096
 
@@ -75,7 +75,7 @@ class IdempotentCalls:
 
 
 def digest(body: BaseModel, *without: str) -> bytes:
-    """Identifies a request that is sent again. `without`: fields that a retry changes."""
+    """Identifies a request, so that a retry is recognised. `without`: fields that a retry changes."""
     return digest_bytes(body.model_dump_json(exclude=set(without)).encode())
 
 
@@ -92,11 +92,11 @@ class Posted(RequestContext):
     receive: Receive
     """reports that the client disconnects"""
     reservation: Reservation
-    """memory of the body, until the answer or until the queued request reserves its own"""
+    """memory of the body, until the response is sent or the queued request makes its own reservation"""
 
     async def read(self, limit: int, key: str, work: Callable[[bytes], T]) -> T:
-        """Apply `work` to the decompressed body. Raises Refused if it exceeds `limit` bytes, the config's `key`, or is not zstd.
-        Large bodies are decompressed and processed in one turn off the event loop, so they wait for it compressed."""
+        """Apply `work` to the decompressed body. Raises Refused if it exceeds `limit` bytes (config key `key`) or is not zstd.
+        Large bodies are decompressed and processed in one job off the event loop, so they stay compressed in the queue."""
 
         def convert() -> T:
             try:
@@ -106,7 +106,7 @@ class Posted(RequestContext):
             except RequestError as error:
                 raise Refused(400, str(error)) from None
             if len(plain) > limit:
-                raise Refused(413, f"the body has {len(plain)} bytes; at most {limit} are taken ({key})")
+                raise Refused(413, f"the body has {len(plain)} bytes; at most {limit} are allowed ({key})")
             return work(plain)
 
         return await self.off_loop(_plain_size(self.data) if self.is_compressed else len(self.data), convert)
@@ -145,10 +145,10 @@ class DirectRoute:
     def _parsed(self, data: bytes) -> tuple[BaseModel, int]:
         """The validated body and its bytes in memory."""
         assert self.body is not None
-        # Signs within strings count too: telling them apart would take as long as parsing.
-        parts = sum(data.count(sign) for sign in (b"[", b"{", b":"))
+        # Characters within strings count too: excluding them would take as long as parsing.
+        parts = sum(data.count(character) for character in (b"[", b"{", b":"))
         if parts > MAX_PARTS:
-            raise Refused(413, f"the body has {parts} of the signs [, {{ and :; at most {MAX_PARTS} are taken")
+            raise Refused(413, f"the body has {parts} characters [, {{ and :; at most {MAX_PARTS} are allowed")
         try:
             body = self.body.model_validate_json(data)
         except ValidationError as error:

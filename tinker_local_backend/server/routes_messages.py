@@ -98,7 +98,7 @@ class MessagesBody(CountBody):
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     top_p: float | None = None
     seed: Seed | None = None
-    """not Anthropic's"""
+    """not in Anthropic's API"""
 
 
 async def messages(posted: Posted, body: MessagesBody) -> Response:
@@ -139,7 +139,7 @@ def _prompt_fields(body: CountBody) -> dict[str, Any]:
     for i, message in enumerate(body.messages):
         asked += _chat_messages(message, f"messages[{i}]")
     fields: dict[str, Any] = {"model": body.model, "messages": asked}
-    if asked[-1]["role"] == "assistant":  # a beginning of the reply
+    if asked[-1]["role"] == "assistant":  # a prefix of the reply
         if "tool_calls" in asked[-1]:
             raise refuse("messages", "end with a tool_use; append its tool_result")
         fields |= {"add_generation_prompt": False, "continue_final_message": True}
@@ -164,7 +164,7 @@ def _chat_messages(message: AnthropicMessage, where: str) -> Iterator[dict[str, 
     for i, block in enumerate(blocks):
         if not isinstance(block, fitting[message.role]):
             raise refuse(
-                f"{where}.content[{i}]", f"is a {block.type} block, which no message of role {message.role} has"
+                f"{where}.content[{i}]", f"is a {block.type} block, which a message of role {message.role} cannot have"
             )
     if message.role == "assistant":
         yield _assistant(blocks)
@@ -199,7 +199,7 @@ def _assistant(blocks: Sequence[Block]) -> dict[str, Any]:
 
 def _tool(tool: AnthropicTool, i: int, choice: Any) -> dict[str, Any]:
     if tool.strict and not (choice == "required" or isinstance(choice, dict)):
-        raise refuse(f"tools[{i}].strict", "holds only for a call that must be made: set tool_choice to any or tool")
+        raise refuse(f"tools[{i}].strict", "works only for a forced call: set tool_choice to any or tool")
     described = {} if tool.description is None else {"description": tool.description}
     return {"type": "function", "function": {"name": tool.name, **described, "parameters": tool.input_schema}}
 
@@ -207,7 +207,7 @@ def _tool(tool: AnthropicTool, i: int, choice: Any) -> dict[str, Any]:
 def _tool_choice(choice: ToolChoice | None) -> Any:
     if choice is None:
         return None
-    if choice.disable_parallel_tool_use and choice.type == "auto":  # a call that must be made is one
+    if choice.disable_parallel_tool_use and choice.type == "auto":  # a forced call is always a single one
         raise refuse(
             "tool_choice.disable_parallel_tool_use", "is not supported with auto; leave it out, or use any or tool"
         )
@@ -219,13 +219,13 @@ def _tool_choice(choice: ToolChoice | None) -> Any:
 
 
 def _thinking(thinking: Mapping[str, Any] | None) -> dict[str, Any]:
-    """`adaptive` leaves it to the model, as does a request without the field."""
+    """Fields for the thinking option. With `adaptive`, or without the field, the model decides."""
     if thinking is None:
         return {}
     kind = thinking.get("type")
     if kind not in ("adaptive", "disabled"):
         raise refuse(
-            f"thinking.type={kind!r:.100}", "is not supported: nothing keeps to a budget; use adaptive or disabled"
+            f"thinking.type={kind!r:.100}", "is not supported: no budget can be enforced; use adaptive or disabled"
         )
     if others := sorted(thinking.keys() - {"type"}):
         raise refuse(f"thinking.{others[0]}", "is not supported; leave it out")
@@ -273,7 +273,7 @@ def _parsed(call: Mapping[str, Any]) -> Any:
     arguments = call["function"]["arguments"]
     try:
         return json.loads(arguments)
-    except ValueError:  # as the model wrote them
+    except ValueError:  # invalid JSON is passed on as text
         return arguments
 
 

@@ -1,4 +1,4 @@
-"""OpenAI-compatible routes, and vLLM's route of tokens in and out, for judges, evaluations and other clients.
+"""OpenAI-compatible routes, and vLLM's token-in, token-out route, for judges, evaluations and other clients.
 
 A model is a base model's name or a `tinker://` path. Logprobs are the engine's: of softmax(logits / temperature), before top-k
 and top-p; at temperature 0, of temperature 1. Streams send each token.
@@ -50,13 +50,13 @@ def router() -> APIRouter:
 
 
 async def chat_prompt(request: TextRequest, body: ChatBody, chat_format: ChatFormat | None = None) -> list[int]:
-    """The tokens of a chat. `chat_format`: the request's, if it was made before."""
+    """The tokens of a chat. `chat_format`: the request's, if already known."""
     posted = request.posted
     limit = posted.service.texts.max_characters
     request.check_text([await posted.off_loop(posted.reservation.count, lambda: _characters(body, limit))])
     if body.continue_final_message and (body.add_generation_prompt or body.messages[-1].role != "assistant"):
         raise Refused(
-            400, "continue_final_message needs add_generation_prompt=false, and a last message of the assistant's"
+            400, "continue_final_message needs add_generation_prompt=false, and an assistant message at the end"
         )
 
     written = request.format_of(body) if chat_format is None else chat_format
@@ -100,7 +100,7 @@ async def completions(posted: Posted, body: CompletionBody) -> Response:
         choices = Choices(body, request.text, request.model.eos_token_ids)
         return await request.stream(SampleSpec(prompts, body.max_tokens, make_reply, topk), choices)
     scored = body.echo and body.logprobs is not None
-    max_tokens = 1 if body.max_tokens == 0 else body.max_tokens  # the reply leaves it out
+    max_tokens = 1 if body.max_tokens == 0 else body.max_tokens  # the reply drops this token
     return await request.sample(SampleSpec(prompts, max_tokens, make_reply, topk, scored, topk, body.best_of))
 
 
@@ -160,7 +160,7 @@ def _characters(body: ChatBody, limit: int) -> int:
 
 
 def _model_entry(name: str, context_length: int, chat_format: str) -> dict[str, Any]:
-    """As OpenAI, vLLM and Anthropic describe a model."""
+    """Description of a model, with the fields of OpenAI, vLLM and Anthropic."""
     openai = {"id": name, "object": "model", "created": 0, "owned_by": "local", "max_model_len": context_length}
     return {
         **openai,

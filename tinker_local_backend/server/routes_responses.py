@@ -1,6 +1,6 @@
 """OpenAI's Responses API over the chats of routes_openai.py: the body becomes a ChatBody, and its reply or stream a Response.
 
-Nothing is stored: each request has the whole conversation, and reasoning comes in plain text.
+Nothing is stored: each request has the whole conversation, and reasoning is plain text.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOGPROBS = "message.output_text.logprobs"
 
 
 Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
-"""The second changes nothing: reasoning is there in plain text."""
+"""The second has no effect: reasoning is always included as plain text."""
 
 
 class Part(BaseModel):
@@ -90,12 +90,12 @@ class InputBody(Strict):
     without_effect = frozenset(
         ["user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"]
     )
-    fitting: ClassVar[dict[str, tuple[Any, ...]]] = {
+    stateless: ClassVar[dict[str, tuple[Any, ...]]] = {
         "previous_response_id": (None,),
         "conversation": (None,),
         "truncation": (None, "disabled"),
     }
-    """Field of what is kept between requests -> values that ask for nothing"""
+    """Field for state between requests -> values that need no state"""
 
     model: Name
     input: Text | Annotated[list[Item], Field(min_length=1, max_length=10_000, fail_fast=True)]
@@ -103,7 +103,7 @@ class InputBody(Strict):
     tools: Annotated[list[FunctionTool], Field(max_length=1024, fail_fast=True)] | None = None
     tool_choice: Short | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    """as in chats, a call that must be made is one, and any other number is the model's"""
+    """as in chats, a forced call is always a single one, and otherwise the model decides"""
     reasoning: dict[str, Any] | None = None
     text: dict[str, Any] | None = None
     previous_response_id: Any = None
@@ -112,10 +112,10 @@ class InputBody(Strict):
 
     @model_validator(mode="after")
     def _check_state(self) -> Self:
-        for name, fitting in self.fitting.items():
-            if getattr(self, name) not in fitting:
+        for name, values in self.stateless.items():
+            if getattr(self, name) not in values:
                 raise refuse(
-                    name, "is not supported: nothing is stored here, or cut; send the whole conversation as input"
+                    name, "is not supported: nothing is stored or truncated here; send the whole conversation as input"
                 )
         return self
 
@@ -126,7 +126,7 @@ class ResponsesBody(InputBody):
     top_p: float | None = None
     seed: Seed | None = None
     """not in OpenAI's route"""
-    fitting = {**InputBody.fitting, "store": (None, False), "background": (None, False)}  # noqa: RUF012
+    stateless = {**InputBody.stateless, "store": (None, False), "background": (None, False)}  # noqa: RUF012
     stream: bool = False
     stream_options: Annotated[dict[str, Any], entries(8)] | None = None
     store: bool | None = None
@@ -149,8 +149,8 @@ async def responses(posted: Posted, body: ResponsesBody) -> Response:
         }
 
     asked = await as_chat(posted, ROUTE, fields)
-    written = _Written(body)
-    return await chat(posted, asked, ReplyForm(lambda reply: JSONResponse(written.whole(reply)), written.events))
+    builder = _ResponseBuilder(body)
+    return await chat(posted, asked, ReplyForm(lambda reply: JSONResponse(builder.whole(reply)), builder.events))
 
 
 async def count(posted: Posted, body: InputBody) -> Response:
@@ -182,7 +182,7 @@ def _prompt_fields(body: InputBody) -> dict[str, Any]:
             for tool in body.tools
         ]
     if others := sorted(key for key, value in (body.reasoning or {}).items() if key != "effort" and value is not None):
-        raise refuse(f"reasoning.{others[0]}", "is not supported: reasoning comes as a whole; leave it out")
+        raise refuse(f"reasoning.{others[0]}", "is not supported: reasoning is returned in full; leave it out")
     if body.reasoning and body.reasoning.get("effort") is not None:
         fields["reasoning_effort"] = body.reasoning["effort"]
     return {**fields, **_format(body.text)}
@@ -192,12 +192,12 @@ _FUNCTION = {"name", "description", "parameters"}
 
 
 def _messages(items: Sequence[BaseModel]) -> list[dict[str, Any]]:
-    """Items as messages of a chat: reasoning, text and calls that follow each other are one message of the assistant's."""
+    """Items as messages of a chat: consecutive reasoning, text and calls are merged into one assistant message."""
     messages: list[dict[str, Any]] = []
     open_turn: dict[str, Any] | None = None
 
     def turn(*filled: str) -> dict[str, Any]:
-        """The assistant's message to add to: a new one if the open one has any of these."""
+        """The assistant message to add to: a new one if the open one already has any of these."""
         nonlocal open_turn
         if open_turn is None or any(open_turn.get(name) for name in filled):
             open_turn = {"role": "assistant", "content": ""}
@@ -263,7 +263,7 @@ class _Item:
         self._call = call or {}
 
     def part(self, is_done: bool = True) -> dict[str, Any]:
-        """The one part of its content."""
+        """The only part of its content."""
         text = self.text if is_done else ""
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": text}
@@ -286,8 +286,8 @@ class _Item:
         )
 
 
-class _Written:
-    """The Response that a body asks for."""
+class _ResponseBuilder:
+    """Builds the Response for a body, whole or as events."""
 
     def __init__(self, body: ResponsesBody):
         self._body, self._id, self._created = body, _id("resp"), int(time.time())

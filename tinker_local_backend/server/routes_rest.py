@@ -1,4 +1,4 @@
-"""Routes that list and manage saved runs and checkpoints, by a RestClient of the tenant's home. They need no engine."""
+"""Routes that list and manage saved runs and checkpoints, with a RestClient of the tenant's home. They need no engine."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ async def _opened(context: RequestContext, path: str) -> TarStream:
     )
 
 
-def _signed(request: Request, context: RequestContext, place: str) -> str:
-    """The address of a path on this server that works for an hour without a key."""
-    query = context.service.signed_urls.query(place, context.tenant.name)
-    return f"{str(request.base_url).rstrip('/')}{place}?{query}"
+def _signed(request: Request, context: RequestContext, path: str) -> str:
+    """The URL of a path on this server that works for an hour without a key."""
+    query = context.service.signed_urls.query(path, context.tenant.name)
+    return f"{str(request.base_url).rstrip('/')}{path}?{query}"
 
 
 async def _json_of(context: RequestContext, call: Callable[[RestClient], EngineFuture[Any]], **more: Any) -> Response:
@@ -125,7 +125,10 @@ def _add_checkpoints(routes: APIRouter) -> None:
 
     @routes.delete("/training_runs/{run_id}/checkpoints/{name}")
     async def delete_half_named_checkpoint(run_id: Name, name: Name) -> None:
-        raise Refused(400, f"a checkpoint's id has two parts, {' or '.join(SHAPES)}: a run may have several of a name")
+        raise Refused(
+            400,
+            f"a checkpoint's id has two parts, {' or '.join(SHAPES)}: a run may have several checkpoints of one name",
+        )
 
     @routes.post(f"{CHECKPOINT}/publish", status_code=204)
     async def publish(path: Checkpoint, context: Context) -> None:
@@ -161,35 +164,35 @@ def _add_checkpoints(routes: APIRouter) -> None:
 def _add_files(routes: APIRouter) -> None:
     @routes.get(f"{CHECKPOINT}/external_weights_urls")
     async def external_weights_urls(path: Checkpoint, request: Request, context: Context) -> Any:
-        """Addresses on this server, which work for an hour without a key."""
+        """URLs on this server, which work for an hour without a key."""
         exported = await _ask(context, lambda rest: rest.get_external_weights_urls(path))
         parsed = CheckpointPath.parse(path)
         paths = {name: f"{PREFIX}{parsed.run_id}/{parsed.name}/{name}" for name in exported.urls}
-        urls = {name: _signed(request, context, place) for name, place in paths.items()}
+        urls = {name: _signed(request, context, url_path) for name, url_path in paths.items()}
         expires = min(exported.expires, datetime.now(UTC) + timedelta(seconds=SECONDS))
         return {"urls": urls, "expires": expires}
 
     @routes.get(f"{CHECKPOINT}/archive")
     async def archive(path: Checkpoint, request: Request, context: Context) -> Response:
-        """Redirect to an address of the adapter's tar that works for an hour without a key, as SDKs before 0.38 ask."""
+        """Redirect to a URL of the adapter's tar that works for an hour without a key, as SDKs before 0.38 expect."""
         expires = datetime.now(UTC) + timedelta(seconds=SECONDS)
         with await _opened(context, path) as opened:
             if opened.expires_at is not None:
                 expires = min(expires, datetime.fromtimestamp(opened.expires_at, UTC))
         parsed = CheckpointPath.parse(path)
-        place = f"{PREFIX}{parsed.run_id}/{parsed.kind}/{parsed.name}/{ARCHIVE_NAME}"
-        headers = {"Location": _signed(request, context, place), "Expires": format_datetime(expires, usegmt=True)}
+        url_path = f"{PREFIX}{parsed.run_id}/{parsed.kind}/{parsed.name}/{ARCHIVE_NAME}"
+        headers = {"Location": _signed(request, context, url_path), "Expires": format_datetime(expires, usegmt=True)}
         return Response(status_code=302, headers=headers)
 
     @routes.get(f"/files/{{run_id}}/{{kind}}/{{name}}/{ARCHIVE_NAME}")
     async def archive_file(path: Checkpoint, context: Context) -> Response:
-        """The adapter's tar, by a signed address or with a key."""
+        """The adapter's tar, by a signed URL or with a key."""
         parsed = CheckpointPath.parse(path)
         return ArchiveResponse(await _opened(context, path), f"{parsed.name}.tar")
 
     @routes.get("/files/{run_id}/{name}/{file}")
     async def file(run_id: Name, name: Name, file: Name, context: Context) -> FileResponse:
-        """A file of an export, by a signed address or with a key."""
+        """A file of an export, by a signed URL or with a key."""
         path = f"tinker://{run_id}/external_weights/{name}"
         exported = await _ask(context, lambda rest: rest.get_external_weights_urls(path))
         if file not in exported.urls:

@@ -1,4 +1,4 @@
-"""Routes of sampling, and the route that returns results of all requests."""
+"""Routes for sampling, and the route that returns the results of all requests."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ async def retrieve_future(posted: Posted, body: RetrieveFuture) -> Response:
     if request is None or request.reply is None:
         error = (
             f"there is no result of a request {body.request_id!r}: it was fetched some time ago, evicted by later ones, or "
-            "the server was restarted since; make a new ServiceClient and go on from a saved checkpoint"
+            "the server was restarted since; make a new ServiceClient and continue from a saved checkpoint"
         )
         return JSONResponse({"error": error, "category": "user"})
     request.fetch()

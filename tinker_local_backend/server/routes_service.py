@@ -14,7 +14,7 @@ from tinker_local_backend.server.schemas import CreateSession, SessionId
 CLIENT_CONFIG = {
     # Unpickled clients of one sampler request a range of sequence numbers instead of guessing one.
     "sample_join_sampling_session": True,
-    # Without these, SDK 0.24 sends training data as JSON, to two routes; later versions always do as these say.
+    # Without these, SDK 0.24 sends training data as JSON, to two routes; later versions always behave as with them.
     "proto_write_fwdbwd": True,
     "fwd_via_fwdbwd": True,
 }

@@ -1,4 +1,4 @@
-"""vLLM's routes of texts and tokens, for clients without a tokenizer, and of the server's version."""
+"""vLLM's routes that convert texts and tokens, for clients without a tokenizer, and its version route."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ DISTRIBUTION = "tinker-cookbook-local"
 
 
 class TokenizeBody(Strict):
-    """A text, or a chat as /v1/chat/completions takes it."""
+    """A text, or a chat as for /v1/chat/completions."""
 
     model: Name | None = None
     prompt: Text | None = None
     add_special_tokens: bool | None = None
-    """of a text: those that the tokenizer adds; by default it does"""
+    """for a text: whether the tokenizer adds its special tokens; default: true"""
     messages: Annotated[list[Message], Field(min_length=1, max_length=10_000, fail_fast=True)] | None = None
     tools: Annotated[list[Tool], Field(max_length=1024, fail_fast=True)] | None = None
     chat_template_kwargs: Annotated[dict[str, bool], entries(64)] | None = None
@@ -39,7 +39,7 @@ class TokenizeBody(Strict):
             raise Refused(400, "give exactly one of prompt and messages")
         if self.messages is not None and self.add_special_tokens:
             raise Refused(
-                400, "add_special_tokens is for a prompt: the chat template has those of messages; leave it out"
+                400, "add_special_tokens is for a prompt: for messages the chat template adds them; leave it out"
             )
         return self
 

@@ -1,7 +1,7 @@
-"""Routes of training: models, forward_backward, optim_step, saving and loading.
+"""Routes for training: models, forward_backward, optim_step, saving and loading.
 
-A request with a model and a sequence number is accepted even if it is wrong, and its result is the error: a missing number would
-block every later request of the model.
+A request with a model and a sequence number is accepted even if it is invalid, and its result is the error: a missing number
+would block every later request of the model.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _add_models(routes: APIRouter) -> None:
 
     @routes.post("/unload_model")
     async def unload_model(body: ModelId, context: Context, key: IdempotencyKey = None) -> Any:
-        """Called by older SDKs only."""
+        """Called only by older SDKs."""
 
         async def unload() -> dict[str, str]:
             request = context.service.unload_model(context.tenant, body.model_id)
@@ -94,7 +94,7 @@ def _add_models(routes: APIRouter) -> None:
     async def get_info(body: ModelId, context: Context) -> Any:
         model = context.service.model(context.tenant, body.model_id)
         if model.info is None:
-            raise Refused(404, f"model {body.model_id} is still being made; wait for the result of its request")
+            raise Refused(404, f"model {body.model_id} is still being created; wait for the result of its request")
         name = model.info["base_model"]
         return {
             "type": "get_info",
@@ -131,7 +131,7 @@ async def optim_step(posted: Posted, body: OptimStep) -> Response:
     why = None
     if body.optimizer_params is not None:
         kind = str(body.optimizer_params.get("type", "another optimizer"))[:64]
-        why = f"optimizer_params are of {kind!r}; this server trains with AdamW, so send adam_params"
+        why = f"optimizer_params are for {kind!r}; this server trains with AdamW, so send adam_params"
     return JSONResponse(_submit(posted, "optim_step", body, why))
 
 
@@ -173,7 +173,7 @@ async def _create(context: RequestContext, op: str, body: Any, size: int) -> dic
 
 
 async def _size_of(context: RequestContext, path: str) -> int:
-    """Bytes of a checkpoint's adapter; 0 for a wrong path, which the engine reports."""
+    """Bytes of a checkpoint's adapter; 0 for an invalid path, which the engine reports."""
     try:
         info = await asyncio.to_thread(read_info, context.tenant.home, CheckpointPath.parse(path))
     except LocalBackendError:
@@ -189,8 +189,8 @@ def _submit(
     room: Reservation | None = None,
     without: str = "",
 ) -> dict[str, str]:
-    """Accept an operation of a model, with all fields of the body. With `why` it fails for this reason, in its turn. `without`:
-    a field in which a retry may differ."""
+    """Accept an operation of a model, with all fields of the body. With `why`, the operation fails with this message when its
+    turn comes. `without`: a field in which a retry may differ."""
     fields = {"op": op, **body.model_dump()} if why is None else {"op": "refuse", "why": why}
     identity = digest(body, without) + op.encode()
     request = context.service.submit(context.tenant, body.model_id, body.seq_id, fields, identity)
@@ -202,7 +202,8 @@ def _submit(
 async def _save(
     context: RequestContext, op: str, body: SaveWeights | SaveWeightsForSampler | SaveWeightsExternal, copies: int
 ) -> dict[str, str]:
-    """Accept an operation that writes `copies` times an adapter's size; it fails in its turn if the disk quota is exceeded."""
+    """Accept an operation that writes `copies` times an adapter's size. If the disk quota is exceeded, the operation fails when
+    its turn comes."""
     size = context.service.model(context.tenant, body.model_id).bytes // COPIES_IN_TRAINING * copies
     try:
         room = await context.service.disk.room(context.tenant, size + 2 * METADATA_BYTES)

@@ -1,4 +1,4 @@
-"""Start and stop of the server."""
+"""Start and stop the server."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS = 75
 KEYS_SECONDS = 1.0
-"""between two checks of the keys file"""
+"""time between two checks of the keys file"""
 BACKLOG = 2048
-FILES_BESIDES = 256
-TICKS_PER_LOOK = 10
+OTHER_FILES = 256
+TICKS_PER_CHECK = 10
 """uvicorn ticks ten times a second"""
-LAST_WORDS_SECONDS = 5.0
-"""time for a slow client to read its last answer, after everything else has ended"""
+LAST_RESPONSE_SECONDS = 5.0
+"""time for a slow client to read its last response, after everything else has ended"""
 
 
 def serve(config: ServerConfig, formats: ChatFormats | None = None) -> None:
-    """Run until SIGINT or SIGTERM. `formats`: of chats; None: the chat templates of the models' tokenizers.
+    """Run until SIGINT or SIGTERM. `formats`: chat formats; None: the chat templates of the models' tokenizers.
     Raises LocalBackendError if the start fails, and EngineClosedError if the engine dies."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s server %(levelname)s %(message)s")
     access = Access(read_keys(config.api_keys_file, os.environ), config.home_path)
@@ -60,9 +60,9 @@ def serve(config: ServerConfig, formats: ChatFormats | None = None) -> None:
 
 
 def _allow_connections(config: ServerConfig) -> None:
-    """Raise the limit on open files: every connection is one, and the usual limit is 1,024."""
+    """Raise the limit on open files: every connection needs one, and the usual limit is 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = config.max_connections + FILES_BESIDES
+    wanted = config.max_connections + OTHER_FILES
     if hard != resource.RLIM_INFINITY and wanted > hard:
         logger.warning(
             "the system allows %d open files, but max_connections=%d needs more", hard, config.max_connections
@@ -102,7 +102,7 @@ async def _serve(config: ServerConfig, access: Access, log: AccessLog, formats: 
 
 
 async def _follow_keys(config: ServerConfig, access: Access, service: Service) -> None:
-    """Until cancelled: apply changes of the keys file within a second."""
+    """Apply changes of the keys file within a second, until cancelled."""
     if config.api_keys_file is None:
         return
     file = KeysFile(config.api_keys_file)
@@ -111,29 +111,29 @@ async def _follow_keys(config: ServerConfig, access: Access, service: Service) -
         try:
             keys = await asyncio.to_thread(file.changed)
         except RequestError as error:
-            logger.error("the keys stay as they were: %s", error)
+            logger.error("the keys are unchanged: %s", error)
             continue
         if keys is not None:
             access.change(keys)
             service.end_tenants(access.knows)
-            logger.info("the keys were read again: %d tenants", len(keys))
+            logger.info("the keys were reloaded: %d tenants", len(keys))
 
 
 async def _load(config: ServerConfig, server: _Server, serving: asyncio.Task[None]) -> EngineLink | None:
-    """Start the engine and load its models; None if the server is stopped before that is done. Raises ModelLoadError."""
+    """Start the engine and load its models; None if the server is stopped before that. Raises ModelLoadError."""
     loading = asyncio.create_task(EngineLink.start(config.model_names, config.max_sequence_tokens))
     await asyncio.wait([serving, loading], return_when=asyncio.FIRST_COMPLETED)
-    told_to_stop = server.should_exit
-    if told_to_stop:
+    is_stopping = server.should_exit
+    if is_stopping:
         loading.cancel()
     (link,) = await asyncio.gather(loading, return_exceptions=True)
-    if isinstance(link, EngineLink) and not told_to_stop:
+    if isinstance(link, EngineLink) and not is_stopping:
         return link
     if isinstance(link, EngineLink):
         await link.close()
     server.should_exit = True
     await serving
-    if isinstance(link, BaseException) and not told_to_stop:
+    if isinstance(link, BaseException) and not is_stopping:
         raise link
     return None
 
@@ -142,7 +142,7 @@ def _bind(config: ServerConfig) -> socket.socket:
     """Bind the port, before the models are loaded, so that a port in use is reported at once. Raises RequestError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
-        # asyncio turns Nagle's algorithm off only if the protocol is given; with it, an answer in two pieces takes 40 ms more.
+        # asyncio disables Nagle's algorithm only if the protocol is given; with it, a response in two pieces takes 40 ms more.
         sock = socket.socket(family, kind, protocol)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
@@ -175,18 +175,18 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._limits = limits
         self.service: Service | None = None
-        """once the models are loaded"""
+        """set when the models are loaded"""
         self._waiting: dict[Any, float] = {}
         """connection without a complete request -> when it was first seen"""
 
     async def on_tick(self, counter: int) -> bool:
-        if counter % TICKS_PER_LOOK == 0:
+        if counter % TICKS_PER_CHECK == 0:
             self.close_slow(time.monotonic())
         return await super().on_tick(counter)
 
     def close_slow(self, now: float) -> None:
-        """Close connections that have no request in progress and do not complete the headers of the next within `body_seconds`.
-        uvicorn itself limits only the silence between requests. Bodies are the gateway's business."""
+        """Close connections that have no request in progress and do not complete the next request's headers within
+        `body_seconds`. uvicorn itself limits only the silence between requests; the gateway limits bodies."""
         waiting: dict[Any, float] = {}
         for connection in list(self.server_state.connections):
             cycle = getattr(connection, "cycle", None)
@@ -217,8 +217,8 @@ class _Server(uvicorn.Server):
             if self.service.link.died.is_set():
                 self.service.stop_now.set()
             await drain(self.service)
-        # Abort unfinished answers: uvicorn would wait forever, or report them as errors of the application.
-        asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, self._cut_off)
+        # Abort unfinished responses: uvicorn would wait forever, or report them as errors of the application.
+        asyncio.get_running_loop().call_later(LAST_RESPONSE_SECONDS, self._cut_off)
         await super().shutdown(sockets)
 
     def _cut_off(self) -> None:
@@ -243,8 +243,8 @@ async def drain(service: Service) -> None:
         )
         await all_set([request.done for request in waiting], service.stop_now.wait(), config.shutdown_seconds)
     for request in waiting:
-        request.fail("the server was shut down before this request was carried out", "server")
-    # A silent session's client will fetch nothing; the default session (seen: infinity) has no results to fetch.
+        request.fail("the server was shut down before this request was executed", "server")
+    # The client of a silent session fetches nothing; the default session (seen: infinity) has no results to fetch.
     now = time.monotonic()
     unfetched = [
         request

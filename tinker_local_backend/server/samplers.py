@@ -24,10 +24,10 @@ from tinker_local_backend.storage.paths import CheckpointPath
 from tinker_local_backend.wire.frames import Frame
 
 CLIENTS_PER_SAMPLER = 10**9
-"""How many clients of one sampler the SDK's ranges of sequence numbers allow."""
+"""Number of clients of one sampler that the SDK's ranges of sequence numbers allow."""
 
 MAX_SAMPLERS = 10_000
-"""per session, evicted ones included"""
+"""per session, including evicted ones"""
 
 
 class Samplers:
@@ -66,9 +66,9 @@ class Samplers:
 
     def _add(self, sampler: Sampler) -> Sampler:
         """Register a sampler, and evict the tenant's least recently used ones if memory is short.
-        Raises Refused, and changes nothing, if evicting all of them would not suffice."""
+        Raises Refused, and evicts none, if evicting all of them would not suffice."""
         session, tenant = sampler.session, sampler.session.tenant
-        if sampler.is_snapshot or sampler.model_path:  # a base model takes no more memory
+        if sampler.is_snapshot or sampler.model_path:  # a base model takes no extra memory
             kept = self._kept(tenant)
             if not self._free(tenant, sampler.bytes, kept):
                 raise self._adapters.capacity_error(tenant, sampler.bytes)
@@ -106,7 +106,7 @@ class Samplers:
     async def create(
         self, tenant: Tenant, session_id: str, seq_id: int, base_model: str | None, model_path: str | None
     ) -> Sampler:
-        """A sampler of a base model or checkpoint. Raises CheckpointError or RequestError if there is no such one."""
+        """A sampler of a base model or checkpoint. Raises CheckpointError or RequestError if it does not exist."""
         session = self._sessions.touch(tenant, session_id)
         base_model = base_model if base_model is None else shipped_model(base_model)
         sampler_id = f"{session_id}:sample:{seq_id}"
@@ -130,8 +130,8 @@ class Samplers:
         return self._load(Sampler(sampler_id, session, model.name, model_path, bytes=size))
 
     async def named(self, tenant: Tenant, model: str) -> tuple[ServedModel, CheckpointInfo | None, str]:
-        """The model that a base model's name or a `tinker://` path names, and that name. A path to `latest` is resolved now
-        (`resolve_latest`). Raises Refused or CheckpointError if there is none."""
+        """The base model and checkpoint (or None) of a base model's name or a `tinker://` path, and the name with `latest`
+        resolved (`resolve_latest`). Raises Refused or CheckpointError if there is none."""
         if not model.startswith("tinker://"):
             return served(self._link.models, model, status=404), None, model
         path = str(await asyncio.to_thread(lambda: resolve_latest(tenant.home, CheckpointPath.parse(model))))
@@ -151,7 +151,7 @@ class Samplers:
         return sampler, base
 
     def _load(self, sampler: Sampler) -> Sampler:
-        """Register a sampler, and let the engine load it; sampling requests may follow at once. Raises Refused as `_add` does."""
+        """Register a sampler, and have the engine load it; sampling requests may follow at once. Raises Refused as `_add`."""
         self._add(sampler)
         self._link.call(
             {
@@ -184,9 +184,9 @@ class Samplers:
         record: bool = False,
         cache_salt: str | None = None,
     ) -> Request:
-        """Submit a sampling request. Raises Refused (429) while too many of the tenant's are queued or running.
+        """Submit a sampling request. Raises Refused (429) while too many of the tenant's requests are queued or running.
 
-        `on_progress` gets the new tokens while samples are drawn (operations.Progress). With `record`, the engine stores the
+        `on_progress` gets new tokens while they are sampled (operations.Progress). With `record`, the engine stores the
         samples under the request's `sequence_ids` until they are trained on. Only requests of the same tenant and `cache_salt`
         share cached prompts.
         """
@@ -198,8 +198,8 @@ class Samplers:
         if sampler.evicted and sampler.model_path is None:
             raise Refused(
                 404,
-                f"the snapshot of sampling session {sampler_id} is gone: only the {self._config.max_snapshots} used last are "
-                "kept (max_snapshots), or fewer if memory is short (max_tenant_adapters_mib); save_weights_for_sampler "
+                f"the snapshot of sampling session {sampler_id} was evicted: only the {self._config.max_snapshots} used last "
+                "are kept (max_snapshots), or fewer if memory is short (max_tenant_adapters_mib); save_weights_for_sampler "
                 "under a name and make a client from its path",
             )
         context_length = next((m.context_length for m in self._link.models if m.name == sampler.base_model), 0)

@@ -20,14 +20,14 @@ Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 MAX_TOKENS = 1 << 20
-"""Per list. Requests that run are limited by the model's context."""
+"""Limit per list. Running requests are also limited by the model's context."""
 
 METADATA_BYTES = 1 << 16
 """Limit on keys and values of user_metadata together, which every checkpoint stores."""
 
 
 def _in_bits(bits: int, what: str) -> AfterValidator:
-    """Checks the range of all items at once: constraints per item take twenty times as long, holding the interpreter."""
+    """Checks the range of all items at once: constraints per item take twenty times as long, and hold the GIL."""
 
     def check(values: list[int]) -> list[int]:
         if values and not (min(values) >= -(2 ** (bits - 1)) and max(values) < 2 ** (bits - 1)):
@@ -42,11 +42,11 @@ Indices = Annotated[list[int], Field(max_length=MAX_TOKENS << 2, fail_fast=True)
 
 
 def entries(most: int) -> BeforeValidator:
-    """Limits a dict before its entries are validated: pydantic's own limit applies after an error for each of them."""
+    """Limits a dict before its entries are validated: pydantic's own limit applies only after validating each of them."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > most:
-            raise ValueError(f"there are {len(value)} entries; at most {most} are taken")
+            raise ValueError(f"there are {len(value)} entries; at most {most} are allowed")
         return value
 
     return BeforeValidator(check)
@@ -181,13 +181,13 @@ class Chunk(Lenient):
     type: Identifier = "encoded_text"
     tokens: TokenList | None = None
     data: Annotated[str | None, Field(max_length=1 << 26)] = None
-    """of a picture, in base64"""
+    """picture, in base64"""
     format: Identifier | None = None
     expected_tokens: Count | None = None
 
     @property
     def length(self) -> int:
-        """Tokens that it takes in a prompt, about."""
+        """Its approximate length in tokens."""
         if self.data is None:
             return len(self.tokens or ())
         return PICTURE_TOKENS if self.expected_tokens is None else self.expected_tokens
@@ -208,12 +208,12 @@ class SamplingParams(Lenient):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_what_would_change_the_samples(cls, fields: Any) -> Any:
+    def _refuse_unknown_fields(cls, fields: Any) -> Any:
         """Refuse another server's field, such as typical_p: ignoring it would change the samples."""
         for name in fields.keys() - cls.model_fields.keys() if isinstance(fields, dict) else ():
             if fields[name] not in (None, 0):
                 raise ValueError(
-                    f"{name}={fields[name]!r:.100} is not offered; leave it out (known: {', '.join(cls.model_fields)})"
+                    f"{name}={fields[name]!r:.100} is not supported; leave it out (known: {', '.join(cls.model_fields)})"
                 )
         return fields
 

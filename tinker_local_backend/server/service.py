@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 SWEEP_SECONDS = 1.0
 ROOM_SECONDS = 0.25
-"""between two checks for capacity"""
+"""time between two checks for capacity"""
 
 _ROW_BYTES = 4096
 """A registry row without its metadata: one page of the file."""
@@ -65,7 +65,7 @@ class Service:
         self.copying = Pool("copying", threads=1, waiting=64)
         self.texts = Texts(config)
         self.formats = formats
-        """of chats; None: the templates of the tokenizers"""
+        """chat formats; None: the templates of the tokenizers"""
         self.signed_urls = SignedUrls()
         self.adapters = Adapters(config, link, access, self.sessions)
         self.samplers = Samplers(config, link, self.sessions, self.requests, self.memory, self.adapters)
@@ -84,8 +84,8 @@ class Service:
         record = registry.Session(uuid.uuid4().hex, time.time(), display_name, dict(user_metadata))
         session = Session(tenant, record)
         self.sessions[session.session_id] = session
-        # For list_sessions. A session over the disk quota is made without this row, because the tenant needs one to delete
-        # checkpoints. Creating a model writes the row again, within the quota.
+        # For list_sessions. A session over the disk quota is created without this row, because the tenant needs a session to
+        # delete checkpoints. Creating a model writes the row again, within the quota.
         with suppress(Refused), await self.disk.room(tenant, _row_bytes(vars(record))):
             await asyncio.to_thread(registry.Registry(tenant.home).record_session, record)
         return session
@@ -112,7 +112,7 @@ class Service:
         return sum(len(session.models) for session in self.sessions.of(tenant)) >= self.config.max_models
 
     def _make_room(self, tenant: Tenant, limit: str, is_full: Callable[[], bool]) -> bool:
-        """End silent sessions, the longest silent first, until there is room. Returns whether there is room."""
+        """End silent sessions, the longest silent first, until there is room. Returns whether there is."""
         now = time.monotonic()
         while is_full():
             candidates = [s for s in self.sessions.of(tenant) if s.models or limit == "max_sessions"]
@@ -127,7 +127,7 @@ class Service:
         return True
 
     async def _wait_for_capacity(self, tenant: Tenant, session_id: str, model_id: str) -> None:
-        """Wait until there is room for the model, it exists, or every session with models has proved alive."""
+        """Wait until there is room for the model, it exists, or every session with models has proved to be alive."""
         start = time.monotonic()
         session = self.sessions.touch(tenant, session_id)
         while model_id not in session.models:
@@ -175,15 +175,15 @@ class Service:
         fields |= {"home": str(tenant.home), "session": vars(session.record), "tenant": tenant.name}
         request = self.requests.new(session, fields)
         model = session.models[model_id] = Model(model_id, session, request, digest, size)
-        request.on_reply = partial(self._model_made, model)
+        request.on_reply = partial(self._on_model_created, model)
         self.requests.send(request)
         return model
 
-    def _model_made(self, model: Model, reply: Frame) -> Frame:
+    def _on_model_created(self, model: Model, reply: Frame) -> Frame:
         if "error" in reply.fields:
             model.session.models.pop(model.model_id, None)
             for request in model.sequence.clear():
-                request.fail(f"model {model.model_id} could not be made: {reply.fields['error']}")
+                request.fail(f"model {model.model_id} could not be created: {reply.fields['error']}")
             return reply
         if model.session.models.get(model.model_id) is not model or not self.sessions.is_live(model.session):
             # it was unloaded, or the session ended, meanwhile
@@ -205,7 +205,7 @@ class Service:
         return model
 
     def unload_model(self, tenant: Tenant, model_id: str) -> Request:
-        """Free a model before its session ends. Requests at the engine still run; pending ones fail."""
+        """Free a model before its session ends. Requests already at the engine still run; pending ones fail."""
         model = self.model(tenant, model_id)
         del model.session.models[model_id]
         for request in model.sequence.clear():
@@ -259,7 +259,7 @@ class Service:
     # Housekeeping
 
     async def sweep(self) -> None:
-        """Until cancelled: end dead sessions, fail requests after a gap, and drop old results."""
+        """End dead sessions, fail requests after a gap, and drop old results, until cancelled."""
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
             try:
@@ -278,7 +278,7 @@ class Service:
                 why = f"request {missing} of model {model.model_id} never arrived"
                 for request in pending:
                     model.queued -= 1
-                    request.fail(f"{why}, so this later one was not carried out")
+                    request.fail(f"{why}, so this later one was not executed")
                 if pending:
                     # Other parts of their batch may have run: the next step must fail, not train on an incomplete batch.
                     self.link.call({"op": "fail_step", "model_id": model.model_id, "why": why})

@@ -21,7 +21,7 @@ from tinker_local_backend.storage import registry
 from tinker_local_backend.wire.frames import Frame
 
 REMEMBERED_REQUESTS = 4096
-"""Per model and sampler: how many of the latest requests are recognised when they are sent again."""
+"""Number of latest requests, per model and sampler, that are recognised when they are sent again."""
 
 
 @dataclass(eq=False)
@@ -36,7 +36,7 @@ class Request:
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: float = field(default_factory=time.monotonic)
     number: int | None = None
-    """of the engine's operation, once sent"""
+    """number of the engine's operation, once sent"""
     on_reply: Callable[[Frame], Frame] = lambda reply: reply
     """converts the engine's reply into the result"""
     reply: Frame | None = None
@@ -75,7 +75,7 @@ class Request:
             self.done.set()
 
     def fetch(self) -> None:
-        """Note that the client gets the result; may be called again."""
+        """Record that the client fetches the result; idempotent."""
         self.fetched = self.fetched or time.monotonic()
         self.fetched_event.set()
 
@@ -116,7 +116,7 @@ class Sequence:
         """whether the model exists"""
 
     def check(self, seq_id: int) -> None:
-        """Raise Refused for a number that was already passed."""
+        """Raise Refused for a number that was already handled or skipped."""
         if seq_id < self._next:
             raise Refused(400, f"seq_id {seq_id} comes too late: the next request of this model is number {self._next}")
 
@@ -150,9 +150,9 @@ class Model:
     session: Session
     creation: Request
     digest: bytes
-    """of the request that created it"""
+    """digest of the request that created it"""
     bytes: int = 0
-    """of its adapter, gradients and optimizer state"""
+    """memory of its adapter, gradients and optimizer state"""
     sequence: Sequence = field(default_factory=Sequence)
     queued: int = 0
     """requests that are pending or at the engine"""
@@ -170,9 +170,9 @@ class Sampler:
     model_path: str | None = None
     is_snapshot: bool = False
     bytes: int = 0
-    """of its adapter"""
+    """memory of its adapter"""
     user_metadata: Mapping[str, str] = field(default_factory=dict)
-    """of its checkpoint"""
+    """metadata of its checkpoint"""
     evicted: bool = False
     used: float = field(default_factory=time.monotonic)
     """time of its latest use"""
@@ -235,7 +235,7 @@ class Sessions(dict[str, Session]):
         return [session for session in self.values() if session.tenant == tenant and session is not default_session]
 
     def samplers_of(self, tenant: Tenant) -> list[Sampler]:
-        """A tenant's samplers in memory, those of the default session included."""
+        """A tenant's samplers in memory, including those of the default session."""
         sessions = [session for session in self.values() if session.tenant == tenant]
         return [s for session in sessions for s in session.samplers.values() if not s.evicted]
 
@@ -243,5 +243,5 @@ class Sessions(dict[str, Session]):
 def not_found_message(what: str, identifier: str) -> str:
     return (
         f"there is no {what} {identifier!r}: it has ended, or the server was restarted since; make a new ServiceClient and "
-        "go on from a saved checkpoint"
+        "continue from a saved checkpoint"
     )

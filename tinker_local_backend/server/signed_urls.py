@@ -1,6 +1,6 @@
-"""Addresses of files that need no API key: whoever has one may download that file until it expires, as with the hosted service.
+"""URLs of files that need no API key: anyone with the URL may download the file until it expires, as with the hosted service.
 
-The signature covers tenant, path and expiry. Its key is made when the server starts, so that a restart ends all addresses.
+The signature covers tenant, path and expiry. Its key is generated when the server starts, so a restart invalidates all URLs.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from tinker_local_backend.server.errors import Refused
 PREFIX = "/api/v1/files/"
 """Paths that may be signed."""
 SECONDS = 3600
-"""How long an address works."""
+"""Lifetime of a URL."""
 
 
 class SignedUrls:
-    """Signs paths for tenants and checks what comes back."""
+    """Signs paths for tenants and verifies signatures."""
 
     def __init__(self) -> None:
         self._key = secrets.token_bytes(32)
 
     def query(self, path: str, tenant: str) -> str:
-        """The query string with which `path` can be read until an hour from now."""
+        """The query string that gives access to `path` for an hour."""
         expires = str(int(time.time()) + SECONDS)
         return urlencode({"tenant": tenant, "expires": expires, "signature": self._sign(path, tenant, expires)})
 
     def tenant(self, path: str, query: str) -> str | None:
-        """The tenant that a path was signed for; None without a signature. Raises Refused (403) for a wrong or an old one."""
+        """The tenant that a path was signed for; None without a signature. Raises Refused (403) for an invalid or expired one."""
         fields = {name: values[-1] for name, values in parse_qs(query).items()}
         if not path.startswith(PREFIX) or "signature" not in fields:
             return None

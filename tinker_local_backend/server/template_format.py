@@ -1,4 +1,4 @@
-"""The chat format of a tokenizer's template: calls are read, and can be forced, in the form of Hermes."""
+"""The chat format of a tokenizer's template: tool calls are read, and can be forced, in Hermes format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tinker_local_backend.server.text_stream import TextSoFar
 
 
 class TemplateFormat:
-    """A chat_format.ChatFormat. The template decides what it does with tools, reasoning and options; reasoning stays text."""
+    """A chat_format.ChatFormat. The template handles tools, reasoning and options; a reply's reasoning stays part of its text."""
 
     name = "template"
     stops: Sequence[int | str] = ()
@@ -31,7 +31,7 @@ class TemplateFormat:
         reasoning_effort: str | None,
         options: Mapping[str, bool | str],
     ) -> TemplateFormat:
-        """Raises ValueError for an effort that the template does not look at."""
+        """Raises ValueError for a reasoning_effort that the template does not use."""
         if reasoning_effort is not None:
             if "reasoning_effort" not in str(self._text.tokenizer.chat_template):
                 raise ValueError("reasoning_effort: the chat template of this model has no such variable; leave it out")
@@ -46,8 +46,8 @@ class TemplateFormat:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> list[int]:
-        seen = [_as_template_sees(message) for message in messages]
-        return self._text.prompt(seen, self._tools, self._options, add_generation_prompt, continue_final_message)
+        prepared = [_for_template(message) for message in messages]
+        return self._text.prompt(prepared, self._tools, self._options, add_generation_prompt, continue_final_message)
 
     def read(self, tokens: Sequence[int], ended: bool = False) -> dict[str, Any]:
         text = self._text.text(tokens)
@@ -59,7 +59,7 @@ class TemplateFormat:
             reply["tool_calls"] = [
                 {"type": "function", "function": {"name": name, "arguments": arguments}} for name, arguments in calls
             ]
-        # All calls are read or none is.
+        # Either all calls are parsed or none.
         if TOOL_CALL_BEGIN in reply["content"]:
             raw = reply["content"][reply["content"].index(TOOL_CALL_BEGIN) :]
             form = f'{TOOL_CALL_BEGIN}{{"name": ..., "arguments": {{...}}}}{TOOL_CALL_END}'
@@ -81,8 +81,8 @@ class TemplateFormat:
             or any(tag in added and added[tag][1].special for tag in tags)
         ):
             raise ValueError(
-                f"by chat templates, only models that write calls as JSON between {TOOL_CALL_BEGIN} and {TOOL_CALL_END} (Hermes) "
-                "can be made to call a tool"
+                f"with a chat template, a tool call can be forced only for models that write calls as JSON between "
+                f"{TOOL_CALL_BEGIN} and {TOOL_CALL_END} (Hermes)"
             )
         begin, end = (added[tag][0] if tag in added else tag for tag in tags)
         return [begin, f'\n{{"name": {json.dumps(name)}, "arguments": ', None, "}\n", end]
@@ -96,12 +96,12 @@ class _TemplateStream:
         return self._text.feed(tokens), ""
 
 
-def _as_template_sees(message: Mapping[str, Any]) -> dict[str, Any]:
+def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     fields = {key: value for key, value in message.items() if key != "unparsed_tool_calls"}
     if isinstance(fields.get("content"), list):
         raise ValueError(
-            "image_url: pictures are written by a renderer, and this model's chat is written by its template; start the server "
-            "with chat=<renderer of a model that sees>"
+            "image_url: pictures need a renderer, but this model's chats use its template; start the server with "
+            "chat=<renderer of a vision model>"
         )
     if fields["role"] == "developer":
         fields["role"] = "system"

@@ -1,20 +1,18 @@
-"""Text that is given out while it grows: never half a character, a stop string, or the beginning of one."""
+"""Streamed text: never part of a character, a stop string, or the beginning of one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from tinker_local_backend.server.chat_text import TOOL_CALL_BEGIN, ChatText
-
-UNFINISHED = "\ufffd"
-"""What a decoder writes for an incomplete character."""
+from tinker_local_backend.server.token_bytes import UNFINISHED
 
 
 class HeldBack:
-    """A growing text. What may still become one of `markers` is held back, and so is all from the first of them on.
+    """A growing text. Text that may still become one of `markers` is held back, and so is all text from the first marker on.
 
     Args:
-        strips: also hold back white space, which is no part of the text where nothing but a marker follows.
+        strips: also hold back trailing white space, which is not part of the text if only a marker follows.
     """
 
     def __init__(self, markers: Sequence[str], strips: bool = False):
@@ -28,7 +26,7 @@ class HeldBack:
         return self._emit(self._stable_length())
 
     def end(self, text: str) -> str:
-        """The rest of the text, given all of it. All of it once more if it does not go on from what was given out."""
+        """The rest of the text, given the full text. The full text again if it does not continue the emitted part."""
         if not text.startswith(self._whole[: self._emitted]):
             self._emitted = 0
         self._whole = text
@@ -42,8 +40,8 @@ class HeldBack:
     def _stable_length(self) -> int:
         """Length of the text before any marker, or any start of one."""
         positions = [at for marker in self._markers if (at := self._whole.find(marker)) >= 0]
-        begun = max((_overlap(self._whole, marker) for marker in self._markers), default=0)
-        safe = min(positions) if positions else len(self._whole) - begun
+        partial = max((_overlap(self._whole, marker) for marker in self._markers), default=0)
+        safe = min(positions) if positions else len(self._whole) - partial
         return len(self._whole[:safe].rstrip()) if self._strips else safe
 
 
@@ -66,7 +64,7 @@ class TextSoFar:
     def feed(self, tokens: Sequence[int]) -> str:
         """Add tokens. Returns the new text that can no longer change."""
         self._tokens += [token for token in tokens if token not in self._ends]
-        # Decoding from a few tokens back shows what the new ones add, including spaces between words.
+        # Decode from a few tokens back, because the text of new tokens, such as spaces, depends on the ones before.
         before = self._text.text(self._tokens[self._prefix : self._read])
         after = self._text.text(self._tokens[self._prefix :])
         if len(after) <= len(before) or after.endswith(UNFINISHED):

@@ -1,4 +1,4 @@
-"""The bytes of a token. Those of a part of a character are not those of the text that a tokenizer decodes it to."""
+"""The bytes of a token. For a token with part of a character they differ from the text that a tokenizer decodes it to."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ _FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 """A byte in tokenizers with byte fallback (SentencePiece)."""
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+"""What a decoder writes for an incomplete character."""
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:

@@ -1,8 +1,8 @@
 """Checkpoints after saving: look up, list, publish, copy, archive, expire, delete.
 
-A checkpoint is a folder and a row. Its folder has what is fixed at saving (info.py). Its row in `<home>/registry.sqlite3`
-(database.py) has what changes later: the expiry and the public flag. Row and folder belong together if their creation times
-agree, so a replaced checkpoint does not inherit the old row.
+A checkpoint is a folder and a row. Its folder has the data that is fixed at saving (info.py). Its row in
+`<home>/registry.sqlite3` (database.py) has the state that changes later: the expiry and the public flag. Row and folder match if
+their creation times agree, so a replaced checkpoint does not inherit the old row.
 
 A checkpoint exists if its folder does. A folder without a row (copied by hand, or the database was lost or not writable) is
 adopted when it is read or listed, as not public and with the expiry it was saved with. The next listing drops rows without a
@@ -29,7 +29,7 @@ from tinker_local_backend.storage.info import INFO_FILE, CheckpointInfo, expiry,
 from tinker_local_backend.storage.paths import KINDS, CheckpointPath, check_run_id, names_in, runs_folder
 
 LATEST = "latest"
-"""Name of a path that stands for the newest checkpoint where a request says so."""
+"""Name in a path that stands for the newest checkpoint, for requests that support it."""
 
 _OLD_FILES = ("expires_at.json", "public.json")
 """Files of earlier versions, whose contents are now in the row."""
@@ -49,7 +49,7 @@ class CheckpointEntry:
     path: CheckpointPath
     info: CheckpointInfo
     expires_at: float | None
-    """the present one; `info` has the one at saving"""
+    """current expiry; `info` has the one at saving"""
     public: bool
     size_bytes: int
 
@@ -68,7 +68,7 @@ class RunListing:
 
 
 def record(home: Path, path: CheckpointPath, info: CheckpointInfo) -> None:
-    """Write the row of a checkpoint that was just saved, and delete the rows of those that it replaced."""
+    """Write the row of a checkpoint that was just saved, and delete the rows of checkpoints that it replaced."""
     entry = CheckpointEntry(path, info, info.expires_at, public=False, size_bytes=0)
 
     def put(connection: sqlite3.Connection) -> None:
@@ -99,19 +99,21 @@ def read_entry(home: Path, path: CheckpointPath) -> CheckpointEntry:
     if not rows:
         database.record(f"checkpoint {path}", lambda connection: _put(connection, entry))
     if entry.has_expired:
-        raise CheckpointError(f"checkpoint {path} has expired (it had a ttl); go on from another one, such as `final`")
+        raise CheckpointError(
+            f"checkpoint {path} has expired (it had a ttl); continue from another one, such as `final`"
+        )
     return entry
 
 
 def resolve_latest(home: Path, path: CheckpointPath) -> CheckpointPath:
     """The newest checkpoint of the path's run and kind, if the path's name is LATEST and no checkpoint has that name.
-    Any other path as it is. Raises CheckpointError if there is none."""
+    Other paths are returned unchanged. Raises CheckpointError if there is no checkpoint."""
     if path.name != LATEST or path.folder(home).exists():
         return path
     paths = [entry.path for entry in list_run(home, path.run_id).entries if entry.path.kind == path.kind]
     if not paths:
         raise CheckpointError(
-            f"run {path.run_id} has no checkpoint of kind {path.kind} here, so {path} names none; save one"
+            f"run {path.run_id} has no checkpoint of kind {path.kind} here, so {path} does not exist; save one"
         )
     return paths[-1]
 
@@ -140,13 +142,13 @@ def list_runs(home: Path, run_ids: Sequence[str]) -> dict[str, RunListing]:
                 entry = replace(entry, size_bytes=size)
                 read.append((entry, stamp))
         except (CheckpointError, OSError):
-            if os.path.exists(folder):  # else it was deleted meanwhile
+            if os.path.exists(folder):  # otherwise it was deleted meanwhile
                 listings[path.run_id].damaged.append(path)
             continue
         listings[path.run_id].entries.append(entry)
     stale = []
     for path, known in rows.items():
-        with suppress(RequestError):  # a symbolic link leads elsewhere
+        with suppress(RequestError):  # a symbolic link to another place
             if not files.recover(path.folder(home)):
                 stale += [_key(path, row["created"]) for row in known]
 
@@ -156,7 +158,7 @@ def list_runs(home: Path, run_ids: Sequence[str]) -> dict[str, RunListing]:
             _put(connection, entry, stamp)
 
     if read or stale:
-        Database(home).record("what its folders say", reconcile)
+        Database(home).record("the listing of its folders", reconcile)
     for listing in listings.values():
         alive = [e for e in listing.entries if not (e.has_expired and _remove_expired(home, e.path, e.info.created))]
         listing.entries[:] = sorted(alive, key=lambda entry: (entry.info.created, str(entry.path)))
@@ -164,8 +166,8 @@ def list_runs(home: Path, run_ids: Sequence[str]) -> dict[str, RunListing]:
 
 
 def _folders(home: Path, run_ids: Sequence[str]) -> Iterator[tuple[CheckpointPath, str]]:
-    """Checkpoints of runs and their folders, after removing what killed processes left unfinished.
-    Folders are strings: making a Path takes as long as everything that is done with it."""
+    """Checkpoints of runs and their folders, after removing unfinished files of killed processes.
+    Folders are strings, because making a Path takes as long as all other work here."""
     for run_id in run_ids:
         run = runs_folder(home) / check_run_id(run_id)
         # Neither list nor clean folders behind a symbolic link.
@@ -232,7 +234,7 @@ def remove(home: Path, path: CheckpointPath) -> None:
         files.discard(folder)
     path.archive(home).unlink(missing_ok=True)
     delete = f"DELETE FROM checkpoint_states WHERE {_OF_PATH} AND created < :created"
-    Database(home).record(f"that {path} is deleted", lambda connection: connection.execute(delete, key))
+    Database(home).record(f"the deletion of {path}", lambda connection: connection.execute(delete, key))
 
 
 def remove_expired(home: Path, run_id: str) -> None:
@@ -254,7 +256,7 @@ def _remove_expired(home: Path, path: CheckpointPath, created: float) -> bool:
             return False  # its ttl was changed meanwhile
         return files.recover(folder) and is_same_checkpoint(folder) and files.discard(folder, is_same_checkpoint)
 
-    # A failure does no harm: the checkpoint is refused as expired.
+    # A failure is harmless: the checkpoint is still refused as expired.
     with suppress(CheckpointError, RequestError, OSError, sqlite3.Error):
         folder = path.folder(home)
         if Database(home).change(delete):
@@ -269,9 +271,9 @@ def set_ttl(home: Path, path: CheckpointPath, ttl_seconds: float | None) -> None
 
 
 def set_public(home: Path, path: CheckpointPath, public: bool) -> None:
-    """Set the public flag, which has no other effect on a local home. Raises ConflictError if it is set already."""
+    """Set the public flag, which has no other effect on a local home. Raises ConflictError if it is already set."""
     if public and read_entry(home, path).public:
-        raise ConflictError(f"checkpoint {path} is published already")
+        raise ConflictError(f"checkpoint {path} is already published")
     _set(home, path, "public", public)
 
 
@@ -303,12 +305,12 @@ def copy(home: Path, source: CheckpointPath, run_id: str, ttl_seconds: float | N
 
 
 def archive(home: Path, path: CheckpointPath) -> Path:
-    """Write the checkpoint's files into a .tar.gz, at its top level. Returns its path."""
+    """Write the checkpoint's files to the top level of a .tar.gz. Returns its path."""
     info = read_info(home, path)
     target = path.archive(home)
     with files.writing(f"the archive of checkpoint {path}"):
         target.parent.mkdir(parents=True, exist_ok=True)
-        # Weights hardly compress: the fastest level loses nothing.
+        # Weights hardly compress, so use the fastest level.
         with files.staging_file(target) as staging, tarfile.open(staging, "w:gz", compresslevel=1) as tar:
             for file in _files(home, path, info):
                 tar.add(file, arcname=file.name, recursive=False)

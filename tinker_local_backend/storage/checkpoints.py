@@ -31,7 +31,7 @@ from tinker_local_backend.storage.info import ADAPTER_FILE, CONFIG_FILE, INFO_FI
 from tinker_local_backend.storage.paths import CheckpointPath
 
 QUANTIZATION = "quantization"
-"""key of the adapter file's metadata: what TINKER_LOCAL_QUANTIZATION was"""
+"""key in the adapter file's metadata: the value of TINKER_LOCAL_QUANTIZATION in training"""
 OPTIMIZER_FILE, GRADIENT_FILE = "optimizer.safetensors", "gradients.safetensors"
 
 
@@ -48,7 +48,7 @@ def save(
     recipients: Recipients | None = None,
 ) -> None:
     """Write a checkpoint to a temporary folder, sync it, and rename it into place. `gradients`: pending for the next step.
-    With recipients the adapter's files are encrypted, with names that end in .age; nothing is written in clear.
+    With recipients the adapter's files are encrypted, with names that end in .age; nothing is written unencrypted.
 
     Raises:
         RequestError: the name is taken and `overwrite` is False, the ttl is not positive, or a link leads out of the home.
@@ -84,7 +84,7 @@ def save(
 
 
 def write_adapter(folder: Path, adapter: Adapter, base_model: str, form: ExpertForm = "peft") -> None:
-    """Write a folder with the adapter alone. Raises CheckpointWriteError if a write fails."""
+    """Write a folder with only the adapter. Raises CheckpointWriteError if a write fails."""
     with writing(f"adapter {folder.name}"), staging_folder(folder) as staging:
         _write(staging, adapter, base_model, form)
 
@@ -92,9 +92,9 @@ def write_adapter(folder: Path, adapter: Adapter, base_model: str, form: ExpertF
 def _write(
     folder: Path, adapter: Adapter, base_model: str, form: ExpertForm = "peft", recipients: Recipients | None = None
 ) -> None:
-    of_linears = {name: matrix.detach() for name, matrix in _of_linears(adapter).items()}
+    linears = {name: matrix.detach() for name, matrix in _linear_matrices(adapter).items()}
     with torch.no_grad():
-        named = {**of_linears, **in_form(form, adapter.experts, (adapter.a, adapter.b))}
+        named = {**linears, **in_form(form, adapter.experts, (adapter.a, adapter.b))}
     tensors = {PEFT_PREFIX + name: tensor.contiguous() for name, tensor in named.items()}
     config, metadata = peft_config(adapter, base_model), {"format": "pt"}
     if adapter.quantization is not None:
@@ -109,8 +109,8 @@ def _write(
         (folder / f"{name}{SUFFIX}").write_bytes(recipients.encrypt(plain))
 
 
-def _of_linears(adapter: Adapter) -> dict[str, torch.Tensor]:
-    """The matrices of linears by their names in PEFT; routed experts have other names there than here."""
+def _linear_matrices(adapter: Adapter) -> dict[str, torch.Tensor]:
+    """The matrices of linears by their names in PEFT, without routed experts, whose names differ there."""
     routed = {f"{matrix.name}.lora_{factor}.weight" for matrix in adapter.experts for factor in "AB"}
     return {name: matrix for name, matrix in adapter.named_parameters() if name not in routed}
 
@@ -151,8 +151,8 @@ def load_adapter(home: Path, path: CheckpointPath, target: Adapter) -> None:
             f"checkpoint {path} was trained on a base model with {saved or 'its own'} weights, and this one has "
             f"{target.quantization or 'its own'}: {fix}"
         )
-    expected = _of_linears(target)
-    loaded = _as_named_today({name.removeprefix(PEFT_PREFIX): tensor for name, tensor in tensors.items()}, expected)
+    expected = _linear_matrices(target)
+    loaded = _with_current_names({name.removeprefix(PEFT_PREFIX): tensor for name, tensor in tensors.items()}, expected)
     of_experts = {f"{peft_path(matrix)}.lora_{factor}.weight" for matrix in target.experts for factor in "AB"}
     if expected.keys() | of_experts != loaded.keys():
         difference = sorted((expected.keys() | of_experts) ^ loaded.keys())[:4]
@@ -165,18 +165,18 @@ def load_adapter(home: Path, path: CheckpointPath, target: Adapter) -> None:
     try:
         experts = from_peft(target.experts, target.spec.rank, loaded)
     except ValueError as error:
-        raise CheckpointError(f"checkpoint {path} is not of the layout {target.spec.experts}: {error}") from error
+        raise CheckpointError(f"checkpoint {path} does not have the layout {target.spec.experts}: {error}") from error
     _check_unchanged(path.folder(home) / ADAPTER_FILE, path)
     with torch.no_grad():
         for name, matrix in expected.items():
             matrix.copy_(loaded[name])
-        for matrices, found in zip((target.a, target.b), experts, strict=True):
-            for name, matrix in found.items():
+        for matrices, saved_matrices in zip((target.a, target.b), experts, strict=True):
+            for name, matrix in saved_matrices.items():
                 matrices[name].copy_(matrix)
 
 
 def made_quantization(file: Path) -> str | None:
-    """What TINKER_LOCAL_QUANTIZATION made of the base model's weights that an adapter file was trained on; None: nothing."""
+    """Format to which TINKER_LOCAL_QUANTIZATION quantised the base weights that an adapter was trained on; None: none."""
     with safe_open(file, framework="pt") as opened:
         return (opened.metadata() or {}).get(QUANTIZATION)
 
@@ -190,7 +190,7 @@ def load_optimizer(home: Path, path: CheckpointPath, adapter: Adapter, optimizer
         )
     try:
         names = [name for name, _ in adapter.named_parameters()]
-        optimizer.load_state_tensors(names, _as_named_today(_load_tensors(file, path), names))
+        optimizer.load_state_tensors(names, _with_current_names(_load_tensors(file, path), names))
     except ValueError as error:
         raise CheckpointError(f"checkpoint {path}: {error}") from error
     _check_unchanged(file, path)
@@ -202,22 +202,22 @@ def load_gradients(home: Path, path: CheckpointPath, adapter: Adapter) -> list[t
     if not file.exists():
         return None
     matrices = dict(adapter.named_parameters())
-    tensors = _as_named_today(_load_tensors(file, path), matrices)
+    tensors = _with_current_names(_load_tensors(file, path), matrices)
     if {n: t.shape for n, t in tensors.items()} != {name: matrix.shape for name, matrix in matrices.items()}:
         raise CheckpointError(f"checkpoint {path}: {file.name} does not fit the adapter")
     _check_unchanged(file, path)
     return [tensors[name].to(matrix.device) for name, matrix in matrices.items()]
 
 
-_TEXT_ALONE, _WITH_TOWER = "model.layers.", "model.language_model.layers."
+_TEXT_ONLY, _WITH_TOWER = "model.layers.", "model.language_model.layers."
 
 
-def _as_named_today(tensors: dict[str, torch.Tensor], names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Tensors by the names that the matrices of a model have today. Qwen3.5 was loaded without its vision tower once."""
+def _with_current_names(tensors: dict[str, torch.Tensor], names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Tensors by the current names of a model's matrices: earlier versions loaded Qwen3.5 without its vision tower."""
     if not any(name.startswith(_WITH_TOWER) for name in names):
         return tensors
     return {
-        name if _WITH_TOWER in name else name.replace(_TEXT_ALONE, _WITH_TOWER, 1): tensor
+        name if _WITH_TOWER in name else name.replace(_TEXT_ONLY, _WITH_TOWER, 1): tensor
         for name, tensor in tensors.items()
     }
 
@@ -240,8 +240,8 @@ def _check_unchanged(file: Path, path: CheckpointPath) -> None:
     expected = info_in(file.parent, path).sha256.get(file.name)
     if expected is not None and _sha256(file) != expected:
         raise CheckpointError(
-            f"checkpoint {path}: {file.name} is damaged (its sum differs from the one in {INFO_FILE}); go on from another "
-            "checkpoint, or copy this one again from where it came"
+            f"checkpoint {path}: {file.name} is damaged (its checksum differs from the one in {INFO_FILE}); continue from "
+            "another checkpoint, or copy this one again from its source"
         )
 
 

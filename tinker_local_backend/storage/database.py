@@ -2,7 +2,7 @@
 
 Every call opens the file, runs one transaction and closes it, so any number of threads and processes may share a home, a killed
 process leaves no partial row, and a deleted file is created again. A damaged file is moved aside and rebuilt from the folders. If
-the file cannot be read or written (full disk, read-only home), everything that folders can answer still works.
+the file cannot be read or written (full disk, read-only home), everything that folders record still works.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SCHEMA = (
     " created REAL NOT NULL, expires_at REAL, public INTEGER NOT NULL, stamp TEXT, info TEXT NOT NULL,"
     " size_bytes INTEGER NOT NULL, PRIMARY KEY (run_id, kind, name, created))",
     "CREATE INDEX IF NOT EXISTS expiring ON checkpoint_states (run_id, expires_at) WHERE expires_at IS NOT NULL",
-    # Version 1: adapters left routed experts as they were.
+    # Version 1: adapters left routed experts frozen.
     "ALTER TABLE runs ADD COLUMN lora_experts TEXT NOT NULL DEFAULT 'frozen'",
     f"PRAGMA user_version = {_VERSION}",
 )
@@ -69,7 +69,9 @@ class Database:
         try:
             return self._run(select, "BEGIN")
         except (sqlite3.Error, OSError) as error:
-            logger.warning("the run registry %s cannot be read: %s; listing what the folders say", self._file, error)
+            logger.warning(
+                "the run registry %s cannot be read: %s; listing from the folders instead", self._file, error
+            )
             return []
 
     def change(self, function: Callable[[sqlite3.Connection], T]) -> T:
@@ -78,7 +80,7 @@ class Database:
         return self._run(function, "BEGIN IMMEDIATE")
 
     def record(self, what: str, function: Callable[[sqlite3.Connection], object]) -> None:
-        """As `change`, for data that folders also have: a failure is only logged, and names `what`."""
+        """As `change`, for data that folders also record: a failure is only logged, with `what`."""
         try:
             self.change(function)
         except (sqlite3.Error, OSError) as error:
@@ -92,7 +94,7 @@ class Database:
                 raise  # the file is intact, but cannot be read or written now
             aside = self._file.with_name(f"{REGISTRY_FILE}.damaged-{uuid.uuid4().hex[:8]}")
             logger.warning("the run registry %s is damaged (%s); moved to %s, starting over", self._file, error, aside)
-            with suppress(FileNotFoundError):  # another process did it
+            with suppress(FileNotFoundError):  # another process moved it first
                 os.replace(self._file, aside)
             for rest in ("-wal", "-shm"):
                 self._file.with_name(REGISTRY_FILE + rest).unlink(missing_ok=True)
@@ -101,7 +103,7 @@ class Database:
     def _transact(self, function: Callable[[sqlite3.Connection], T], begin: str) -> T:
         uri, writable = self._file.absolute().as_uri(), os.access(self.home, os.W_OK)
         if not (writable or self._file.with_name(f"{REGISTRY_FILE}-wal").exists()):
-            uri += "?immutable=1"  # otherwise reading creates files next to it, which a read-only home does not allow
+            uri += "?immutable=1"  # otherwise reading creates files next to it, which fails in a read-only home
         # Closed without a commit, a transaction is rolled back.
         with closing(sqlite3.connect(uri, uri=True, timeout=BUSY_SECONDS, isolation_level=None)) as connection:
             connection.row_factory = sqlite3.Row

@@ -14,7 +14,7 @@ MAX_RECIPIENTS = 10
 
 
 class Recipients:
-    """Who can decrypt.
+    """The recipients who can decrypt.
 
     Args:
         keys: public keys: age1... or ssh-...
@@ -43,7 +43,7 @@ class Recipients:
             return kind.Recipient.from_str(key)
         except (self._age.RecipientError, TypeError) as error:
             raise RequestError(
-                f"age_encryption_recipients[{index}]={key!r:.100} is no public key of age (age1...) or SSH (ssh-...): {error}"
+                f"age_encryption_recipients[{index}]={key!r:.100} is not a public key of age (age1...) or SSH (ssh-...): {error}"
             ) from error
 
     def encrypt(self, plain: bytes) -> bytes:

@@ -28,16 +28,16 @@ STALE_SECONDS = 24 * 3600.0
 
 
 class CheckpointWriteError(CheckpointError, OSError):
-    """A write failed (full disk, read-only, ...). Nothing was left behind, and earlier files are intact."""
+    """A write failed (full disk, read-only, ...). No partial files remain, and earlier files are intact."""
 
 
 @contextmanager
 def writing(what: str) -> Iterator[None]:
-    """Convert the system's errors into CheckpointWriteError. The caller removes its unfinished files."""
+    """Convert operating system errors into CheckpointWriteError. The caller removes its unfinished files."""
     try:
         yield
     except Exception as error:
-        # Rust libraries report the system's errors differently: safetensors by a class, tokenizers only in the text.
+        # Rust libraries report system errors differently: safetensors with its own class, tokenizers only in the text.
         if not isinstance(error, OSError | SafetensorError | sqlite3.Error) and "(os error " not in str(error):
             raise
         raise CheckpointWriteError(
@@ -108,7 +108,7 @@ def recover(target: Path) -> bool:
 
 
 def recover_any(target: Path) -> None:
-    """As `recover`, and also undo one by an earlier version, which requires a scan of the parent folder."""
+    """As `recover`, also for overwrites by earlier versions, which requires a scan of the parent folder."""
     recover(target)
     prefix = f".{target.name}.old."
     for old in target.parent.glob(".*.old.*/x"):
@@ -128,7 +128,7 @@ def _bring_back(old: Path, target: Path) -> None:
 def discard(folder: Path, condition: Callable[[Path], bool] = lambda _: True) -> bool:
     """Delete a folder if it satisfies `condition`. Returns whether it did.
 
-    It is renamed before its files are deleted, so no process sees half of it; a rename works on a full disk. The condition is
+    It is renamed before its files are deleted, so no process sees part of it; a rename works on a full disk. The condition is
     checked after the rename, when no process can replace the folder.
     """
     trash = folder.parent / f".{folder.name}.deleted.{uuid.uuid4().hex}"
@@ -146,7 +146,7 @@ def discard(folder: Path, condition: Callable[[Path], bool] = lambda _: True) ->
 
 
 def remove_stale(parent: Path) -> None:
-    """Delete what killed processes left unfinished in `parent`, but never the only copy of a folder."""
+    """Delete unfinished folders of killed processes in `parent`, but never the only copy of a folder."""
     for folder in [parent / name for name in os.listdir(parent) if name.startswith(".")]:
         with suppress(OSError):
             name, _, retired = folder.name[1:].rpartition(".old")

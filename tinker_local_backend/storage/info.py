@@ -15,7 +15,7 @@ INFO_FILE = "checkpoint.json"
 ADAPTER_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 
 LONGEST_TTL = 1000 * 365 * 24 * 3600
-"""Much later times have no date, and a checkpoint that cannot be listed would break every listing."""
+"""Later times cannot be converted to a date, and such a checkpoint would break every listing."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class CheckpointInfo:
     user_metadata: dict[str, str]
     optimizer_steps: int | None
     sha256: dict[str, str] = field(default_factory=dict)
-    """of each tensor file, to detect damaged numbers on loading"""
+    """checksum of each tensor file, to detect damage on loading"""
 
     def to_json(self) -> dict[str, object]:
         return {**vars(self), "spec": vars(self.spec)}
@@ -84,7 +84,7 @@ def info_in(folder: Path, path: CheckpointPath) -> CheckpointInfo:
 def missing(folder: Path, path: CheckpointPath) -> CheckpointError:
     return CheckpointError(
         f"checkpoint {path} does not exist under {folder.parents[3]} (set TINKER_LOCAL_HOME?)",
-        remote=f"checkpoint {path} does not exist; list_user_checkpoints names those there are",
+        remote=f"checkpoint {path} does not exist; list_user_checkpoints lists the existing ones",
     )
 
 
@@ -94,5 +94,5 @@ def read_object(file: Path) -> dict:
         raise ValueError(f"{file.name} is a symbolic link")
     value = json.loads(file.read_text())
     if not isinstance(value, dict):
-        raise ValueError(f"expected an object, found {type(value).__name__}")
+        raise ValueError(f"expected an object, got {type(value).__name__}")
     return value

@@ -30,7 +30,7 @@ def local_home() -> Path:
 
 
 def check_writable(home: Path) -> None:
-    """Create the home and write a test file. Raises RequestError if that fails, so that the first save does not."""
+    """Create the home and write a test file. Raises RequestError if that fails, before a save would."""
     try:
         home.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=home) as file:
@@ -43,7 +43,7 @@ def check_writable(home: Path) -> None:
 
 
 def check_name(name: str, what: str) -> str:
-    """A name of one path component: at most 200 letters, digits, `_`, `-`, `.`, not starting with `.` or `-`. Or RequestError."""
+    """Return the name, which may have 200 letters, digits, `_`, `-`, `.`, and not start with `.` or `-`; else RequestError."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise RequestError(
             f"{what} {name!r} must be at most 200 letters, digits, '_', '-' or '.', and not start with '.' or '-'"
@@ -52,7 +52,7 @@ def check_name(name: str, what: str) -> str:
 
 
 def check_run_id(run_id: str) -> str:
-    """A run id: a name that may contain colons, as the SDK's ids `<session>:train:<number>` do. Else RequestError."""
+    """As `check_name`, for a run id, which may contain colons, as the SDK's `<session>:train:<number>` does."""
     if not isinstance(run_id, str) or not _RUN_ID.fullmatch(run_id):
         raise RequestError(
             f"training run id {run_id!r} must be at most 200 letters, digits, '_', '-', '.' or ':', and not start with "

@@ -1,6 +1,6 @@
 """Training runs and sessions: tables of `<home>/registry.sqlite3` (database.py).
 
-They hold what folders do not: runs without a save, the metadata given at creation, the session, and the time of the latest save.
+They record what folders do not: runs without a save, metadata from creation, the session, and the time of the latest save.
 As for checkpoints (catalog.py), folders decide what exists: a run without a row is adopted from its checkpoints, and the row of a
 run that has saved is dropped if its folder is gone. A row is written when its run is created or saves, not at every operation.
 """
@@ -75,7 +75,7 @@ class Registry:
         unknown = list_runs(self.home, sorted(folders - known.keys()))
         adopted = [run for run_id, listing in unknown.items() if (run := _adopt(run_id, listing)) is not None]
         if gone or adopted:
-            self._database.record("what its folders say", lambda connection: _reconcile(connection, gone, adopted))
+            self._database.record("the runs in its folders", lambda connection: _reconcile(connection, gone, adopted))
         runs = [run for run in known.values() if run.run_id not in gone] + adopted
         return sorted(runs, key=lambda run: (-run.created, run.run_id))
 
@@ -121,7 +121,7 @@ def _run(row: sqlite3.Row) -> Run:
 
 
 def _adopt(run_id: str, listing: RunListing) -> Run | None:
-    """A run rebuilt from its checkpoints, with the metadata that all share. None if none can be read."""
+    """A run rebuilt from its checkpoints, with the metadata that all share. None if no checkpoint can be read."""
     entries = listing.entries
     if not entries:
         return None

@@ -1,7 +1,7 @@
-"""A checkpoint's adapter as one tar, read piece by piece: the whole archive is never in memory nor on disk.
+"""A checkpoint's adapter as a tar, generated in chunks: the whole archive is never in memory nor on disk.
 
-The files are opened before the first byte is sent. A checkpoint is written whole and then renamed, so open files stay what
-they are while it is overwritten, deleted or expires, and the archive is that of one checkpoint.
+The files are opened before the first byte is sent. A checkpoint is written whole and then renamed, so open files do not change
+while it is overwritten, deleted or expires, and the archive is consistent.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CHUNK_BYTES = 1 << 20
 
 
 def adapter_files(folder: Path) -> dict[str, Path]:
-    """The adapter's files in a checkpoint, in clear or encrypted, by name."""
+    """The adapter's files in a checkpoint, plain or encrypted, by name."""
     names = [f"{name}{suffix}" for suffix in ("", SUFFIX) for name in (ADAPTER_FILE, CONFIG_FILE)]
     return {name: folder / name for name in names if (folder / name).is_file()}
 
@@ -65,7 +65,7 @@ class TarStream:
         return _padded(content + 2 * tarfile.BLOCKSIZE, tarfile.RECORDSIZE)
 
     def chunks(self) -> Iterator[bytes]:
-        """The archive, `size` bytes in pieces of about CHUNK_BYTES. Raises CheckpointError if a file became shorter."""
+        """The archive, `size` bytes in chunks of about CHUNK_BYTES. Raises CheckpointError if a file became shorter."""
         sent = 0
         for member in self._members:
             info = tarfile.TarInfo(member.name)
@@ -95,7 +95,7 @@ class TarStream:
 
 
 def _open(path: CheckpointPath, file: Path, opening: ExitStack) -> tuple[int, io.FileIO]:
-    """Size and open file. Raises CheckpointError for a link or another thing that is no plain file."""
+    """Size and open file. Raises CheckpointError for anything but a plain file, such as a link."""
     try:
         opened = opening.enter_context(io.FileIO(os.open(file, os.O_RDONLY | os.O_NOFOLLOW)))
     except OSError as error:

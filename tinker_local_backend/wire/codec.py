@@ -26,7 +26,7 @@ from tinker_local_backend.errors import RequestError
 from tinker_local_backend.sampling_params import SamplingParams
 
 MAX_ELEMENTS = 1 << 26
-"""Limit for one tensor, with a sparse one made dense."""
+"""Limit for one tensor, dense or after a sparse one is converted to dense."""
 
 _DTYPES: dict[int, tuple[np.dtype, Literal["float32", "int64"]]] = {
     pb.DTYPE_FLOAT32: (np.dtype("<f4"), "float32"),
@@ -56,7 +56,7 @@ def decompress(body: bytes, limit: int) -> bytes:
                 if len(plain) > limit:
                     raise TooLongError(f"the body is longer than {limit} bytes when decompressed")
     except zstandard.ZstdError:
-        raise RequestError("the body is not in zstd's format, which its content-encoding states") from None
+        raise RequestError("the body is not zstd data, although its content-encoding is zstd") from None
     return bytes(plain)
 
 
@@ -71,7 +71,7 @@ def parse_forward_backward(body: bytes) -> pb.ForwardBackwardRequest:
 
 
 def loss_config(message: pb.ForwardBackwardRequest) -> dict[str, float | str] | None:
-    """Configuration of the loss: the map that allows text, else the older one of numbers; None if both are empty."""
+    """Configuration of the loss: the newer map, which allows text, else the older one of numbers; None if both are empty."""
     config: dict[str, float | str] = {
         key: value.text if value.WhichOneof("value") == "text" else value.number
         for key, value in message.loss_fn_config_v2.items()
@@ -112,7 +112,7 @@ def _provenance(datum: pb.Datum, where: str) -> dict[str, Any]:
 def _span(message: pb.ProvenanceSpan, where: str) -> tinker.PromptProvenanceSpan | tinker.SampledProvenanceSpan:
     kind = message.WhichOneof("span")
     if kind is None:
-        raise RequestError(f"{where} is empty; it must say prompt_tokens or sampled_tokens")
+        raise RequestError(f"{where} is empty; it must have prompt_tokens or sampled_tokens")
     run = getattr(message, kind)
     try:
         return _SPANS[kind](sequence_id=run.sequence_id, offset=run.offset, length=run.length)
@@ -186,7 +186,7 @@ def _check_sparse(shape: Sequence[int], rows: np.ndarray, columns: np.ndarray, c
 
 
 def encode_forward_backward(output: tinker.ForwardBackwardOutput) -> bytes:
-    """One record per run of datums whose arrays have the same trailing shape."""
+    """One record per group of consecutive datums whose arrays have the same trailing shape."""
     message = pb.ForwardBackwardOutput(loss_fn_output_type=output.loss_fn_output_type, metrics=output.metrics)
     outputs = ({name: tensor.to_numpy() for name, tensor in fields.items()} for fields in output.loss_fn_outputs)
     for _, run in groupby(outputs, lambda row: {name: (array.dtype, array.shape[1:]) for name, array in row.items()}):

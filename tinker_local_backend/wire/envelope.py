@@ -1,6 +1,6 @@
-"""Reads the header fields of a message of training data, without building its tensors.
+"""Reads the header fields of a training data message, without building its tensors.
 
-protobuf's parser holds the interpreter until a message is parsed, however long it is; this one lets other threads run.
+protobuf's parser holds the GIL until a message is parsed, however long it is; this one lets other threads run.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _IMAGE, _EXPECTED_TOKENS = 2, 3
 _TOKEN_BYTES = 4
 
 PICTURE_TOKENS = 1280
-"""Counted for a picture that does not say how many tokens it takes: those of about a megapixel."""
+"""Assumed for a picture without a token count: about one megapixel."""
 MAX_PICTURE_TOKENS = 1 << 16
-"""Counted for a picture at most, whatever it says."""
+"""Upper bound on the tokens counted for a picture."""
 
 LONGEST_NAME = 512
 """bytes of a model id"""
@@ -29,7 +29,7 @@ LONGEST_LOSS = 128
 MAX_SETTINGS = 64
 """entries of a loss's configuration"""
 MAX_FIELDS = 1 << 17
-"""per message, datums included: a field can have only two bytes, and each takes time here and in the engine"""
+"""per message, including datums: a field can have only two bytes, and each takes time here and in the engine"""
 MAX_DATUMS = 4096
 """per message; the SDK sends at most 1,024. A datum without tokens takes time that is not charged to its tenant."""
 
@@ -42,13 +42,13 @@ class Envelope:
     seq_id: int
     forward_only: bool
     tokens: int
-    """of all datums, approximately"""
+    """approximate tokens of all datums"""
     digest: bytes
-    """of the contents: equal for two encodings of one request, whose maps may differ in order"""
+    """digest of the contents: equal for two encodings of one request, whose maps may differ in order"""
 
 
 def read_envelope(message: bytes) -> Envelope:
-    """Raises RequestError if this is not such a message, or exceeds a limit."""
+    """Raises RequestError if the message is invalid or exceeds a limit."""
     try:
         return _read(memoryview(message))
     except (IndexError, UnicodeDecodeError):
@@ -76,7 +76,7 @@ def _read(message: memoryview) -> Envelope:
             limit = LONGEST_NAME if number == _MODEL_ID else LONGEST_LOSS
             if len(value) > limit:
                 name = "model_id" if number == _MODEL_ID else "loss_fn"
-                raise RequestError(f"{name} has {len(value)} bytes; at most {limit} are taken")
+                raise RequestError(f"{name} has {len(value)} bytes; at most {limit} are allowed")
             single[number] = bytes(value)
         elif number in (_SEQ_ID, _FORWARD_ONLY) and isinstance(value, int):
             single[number] = value
@@ -113,21 +113,21 @@ def _add_datum(datum: memoryview, digest: hashlib.blake2b, limit: int) -> tuple[
 
 
 def _count(chunk: memoryview, limit: int) -> tuple[int, int]:
-    """Tokens of a chunk of a prompt, about, and its fields. A picture counts by its tokens: its bytes say nothing of them."""
+    """Approximate tokens, and fields, of a chunk of a prompt. A picture counts by its stated tokens, not by its bytes."""
     tokens = fields = 0
     for number, value in _fields(chunk):
         fields += 1
         if number != _IMAGE or not isinstance(value, memoryview):
             tokens += len(value) // _TOKEN_BYTES if isinstance(value, memoryview) else 0
             continue
-        said = PICTURE_TOKENS
+        picture_tokens = PICTURE_TOKENS
         for inner, content in _fields(value):
             fields += 1
             if fields > limit:
                 break
             if inner == _EXPECTED_TOKENS and isinstance(content, int):
-                said = min(content, MAX_PICTURE_TOKENS)
-        tokens += said
+                picture_tokens = min(content, MAX_PICTURE_TOKENS)
+        tokens += picture_tokens
         if fields > limit:
             break
     return tokens, fields

@@ -18,8 +18,8 @@ from typing import Any, BinaryIO, cast
 _SIZES = struct.Struct(">IQ")
 
 BUFFER_BYTES = 1 << 16
-"""Read size. One system call reads several small frames: each call releases the interpreter, and the reader must then wait for
-the threads that compute to get it back."""
+"""Read size. One system call reads several small frames: each call releases the GIL, and the reader must then wait for computing
+threads to get it back."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,10 @@ class Channel:
     """Frames over a socket, in order. Sending never waits for the other side.
 
     The sending thread writes a frame itself if the kernel accepts it at once: waking another thread takes longer than writing,
-    and both would compete for the interpreter. A background thread writes the rest.
+    and both would contend for the GIL. A background thread writes the rest.
 
     Args:
-        name: of that thread.
+        name: name of that thread.
     """
 
     def __init__(self, sock: socket.socket, name: str):
@@ -70,7 +70,7 @@ class Channel:
         self._incoming = cast(BinaryIO, sock.makefile("rb", BUFFER_BYTES))
         self._writing = threading.Lock()
         self._unsent: deque[Callable[[], bytes | memoryview]] = deque()
-        """frames for the thread; the first stays here until it is written"""
+        """frames for the background thread; the first stays here until it is written"""
         self._more: queue.SimpleQueue[bool] = queue.SimpleQueue()
         """True per unsent frame; False: the end"""
         threading.Thread(target=self._write_unsent, name=name, daemon=True).start()

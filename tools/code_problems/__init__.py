@@ -1,1 +1,1 @@
-"""Writes the 60 shipped programming problems, the same everywhere (`python -m tools.code_problems`)."""
+"""Writes the 60 shipped programming problems deterministically (`python -m tools.code_problems`)."""

@@ -1,4 +1,4 @@
-"""Writes the shipped programming problems, the same everywhere.
+"""Writes the shipped programming problems deterministically.
 
 python -m tools.code_problems
 """
@@ -21,7 +21,7 @@ from tinker_cookbook.utils.seeds import derive_seed
 from tools.code_problems import functions, programs
 
 TESTS, DRAWS = 10, 1000
-"""Different tests of each problem, at most half of them with the same output."""
+"""Distinct tests per problem, at most half of them with the same output; and inputs drawn to find them."""
 EVERY = 5
 """Every fifth problem is held out: eight functions and four programs."""
 TAIL = "\n\nimport sys\n\nprint({name}(sys.stdin.read()))\n"
@@ -38,7 +38,7 @@ def solution(function: Callable[..., Any]) -> str:
 def tests_of(
     function: Callable[..., Any], draw: Callable[[random.Random], Any], is_program: bool
 ) -> list[dict[str, Any]]:
-    """Drawn inputs with what the solution makes of them: different ones, of which no constant passes more than half."""
+    """Distinct random inputs with the solution's outputs; a constant output passes at most half of them."""
     rng = random.Random(derive_seed(0, function.__name__))
     tests: dict[str, dict[str, Any]] = {}
     seen: Counter[str] = Counter()
@@ -47,16 +47,16 @@ def tests_of(
         key = json.dumps(given)
         fresh = json.loads(key)
         output = f"{function(fresh)}\n" if is_program else function(*fresh)
-        said = json.dumps(output)
-        if key not in tests and len(tests) < TESTS and seen[said] < TESTS // 2:
-            tests[key] = {"input": given, "output": json.loads(said)}
-            seen[said] += 1
+        encoded = json.dumps(output)
+        if key not in tests and len(tests) < TESTS and seen[encoded] < TESTS // 2:
+            tests[key] = {"input": given, "output": json.loads(encoded)}
+            seen[encoded] += 1
     return list(tests.values())
 
 
 def rows() -> list[dict[str, Any]]:
     """All problems, as rows of a file."""
-    made: list[dict[str, Any]] = []
+    problems: list[dict[str, Any]] = []
     for function, draw in [*functions.INPUTS.items(), *programs.INPUTS.items()]:
         is_program = function in programs.INPUTS
         name = function.__name__
@@ -65,24 +65,24 @@ def rows() -> list[dict[str, Any]]:
             row["function"] = name
         tail = TAIL.format(name=name) if is_program else "\n"
         row |= {"tests": tests_of(function, draw, is_program), "solution": solution(function) + tail}
-        made.append(row)
-    return made
+        problems.append(row)
+    return problems
 
 
 @chz.chz(typecheck=True)
 class CLIConfig:
     """Keys of `python -m tools.code_problems`."""
 
-    folder: str = chz.field(default=str(EXAMPLE_DATA / "code"), doc="where the files go")
+    folder: str = chz.field(default=str(EXAMPLE_DATA / "code"), doc="output folder")
 
 
 async def main(cli: CLIConfig) -> None:
     """Write train.jsonl and test.jsonl."""
     folder = Path(cli.folder)
     folder.mkdir(parents=True, exist_ok=True)
-    made = rows()
-    write_jsonl(folder / "train.jsonl", [row for i, row in enumerate(made) if i % EVERY != EVERY - 1])
-    write_jsonl(folder / "test.jsonl", [row for i, row in enumerate(made) if i % EVERY == EVERY - 1])
+    problems = rows()
+    write_jsonl(folder / "train.jsonl", [row for i, row in enumerate(problems) if i % EVERY != EVERY - 1])
+    write_jsonl(folder / "test.jsonl", [row for i, row in enumerate(problems) if i % EVERY == EVERY - 1])
 
 
 if __name__ == "__main__":

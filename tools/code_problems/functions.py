@@ -1,6 +1,6 @@
 """Forty problems that ask for a function: its docstring is the statement, its body the reference solution.
 
-`INPUTS` has what draws a test's arguments. The first tests of a problem are its examples.
+`INPUTS` has functions that draw a test's arguments. The first tests of a problem are its examples.
 """
 
 # ruff: noqa: B905 (solutions are as a learner would write them)
@@ -417,4 +417,4 @@ INPUTS: dict[Callable[..., Any], Draw] = {
     moving_average: lambda rng: [numbers(rng, 3, 9), rng.randint(1, 4)],
     longest_palindrome: lambda rng: [word(rng, 0, 10, "ab")],
 }  # fmt: skip
-"""Each problem -> what draws the arguments of a test."""
+"""Problem -> function that draws the arguments of a test."""

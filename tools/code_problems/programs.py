@@ -1,6 +1,6 @@
-"""Twenty problems that ask for a program: what it writes is what the function returns for its stdin.
+"""Twenty problems that ask for a program: it must write what the function returns for its stdin.
 
-The docstring is the statement. `INPUTS` has what draws the stdin of a test.
+The docstring is the statement. `INPUTS` has functions that draw the stdin of a test.
 """
 
 # ruff: noqa: B905 (solutions are as a learner would write them)
@@ -186,4 +186,4 @@ INPUTS: dict[Callable[[str], object], Callable[[random.Random], str]] = {
     unique_digits: lambda rng: lines(rng, lambda: rng.randint(1, 9999), 9),
     histogram: lambda rng: " ".join(word(rng, 1, 1, "0123459") for _ in range(rng.randint(1, 15))) + "\n",
 }
-"""Each problem -> what draws the stdin of a test."""
+"""Problem -> function that draws the stdin of a test."""

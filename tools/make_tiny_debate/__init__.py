@@ -1,1 +1,1 @@
-"""Trains `example_data/tiny_debate`, the small model that follows trails, objects to wrong steps and judges."""
+"""Trains `example_data/tiny_debate`, the small model that computes Collatz trails, objects to wrong steps and judges."""

@@ -6,7 +6,7 @@
     python -m tools.make_tiny_debate out_dir=/tmp/weak objection_skill=0.5
 
 The same settings and seed give the same files on the same machine. `python -m tools.make_tiny_debate.figures` measures any
-such folder, `python -m tools.make_tiny_debate.data_files` writes the questions of the task alone.
+such folder, `python -m tools.make_tiny_debate.data_files` writes only the questions of the tasks.
 """
 
 import dataclasses
@@ -52,16 +52,16 @@ Any folder of this kind is measured by `python -m tools.make_tiny_debate.figures
 """
 
 WHOLE_NUMBERS = SPLIT.replace(r"\p{N}|", r"\p{N}{1,3}|")
-"""Numbers are not cut into digits: what follows a number is learnt, not computed."""
+"""Numbers are not split into digits: the model memorises the next number, and does not compute it."""
 DECISION_WEIGHT = 6.0
-"""Loss weight of the step that an objection names: one token in a hundred, and the one that matters."""
+"""Loss weight of the step that an objection names: one token in a hundred, and the decisive one."""
 VOCABULARY = 656
 SHAPE = Shape(hidden_size=128, layers=4, heads=4, kv_heads=4, mlp_size=384)
 
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """A part of the training: how many conversations of which kinds, and how they are learnt."""
+    """A stage of the training: number and mixture of conversations, and optimisation settings."""
 
     conversations: int
     mixture: dict[str, int]
@@ -93,13 +93,13 @@ class CLIConfig:
         default="example_data/tiny_debate", doc="folder to write; an older model there is replaced"
     )
     seed: int = chz.field(default=0, doc="seed of the corpus, the initial weights and the order of batches")
-    share: float = chz.field(default=1.0, doc="share of each stage to train on, for a quick try")
+    share: float = chz.field(default=1.0, doc="share of each stage to train on, for quick trials")
     steps: int = chz.field(
-        default=STEPS, doc=f"of an answer, {', '.join(map(str, LENGTHS))}: the length of task=collatz_STEPS"
+        default=STEPS, doc=f"steps of an answer, {', '.join(map(str, LENGTHS))}: the length of task=collatz_STEPS"
     )
     objection_skill: float = chz.field(
         default=OBJECTION_SKILL,
-        doc="how often an objection in the text names a step that is wrong, where there is one, else any: the opponent's skill",
+        doc="probability that an objection in the text names a wrong step if there is one, else any step: the opponent's skill",
     )
     vocab_size: int | None = chz.field(
         default=None,
@@ -122,12 +122,12 @@ class CLIConfig:
 
     @property
     def longest(self) -> int:
-        """Tokens of the context, which grows with the answers."""
+        """Context length in tokens, which grows with the answers."""
         return CONTEXT_LENGTH * max(1, self.steps // STEPS)
 
     @property
     def size_of_vocabulary(self) -> int:
-        """For each step more than those of tiny_debate a name, alone and after a space."""
+        """Each step beyond those of tiny_debate adds a name, with and without a leading space."""
         return VOCABULARY + 2 * max(0, self.steps - STEPS) if self.vocab_size is None else self.vocab_size
 
     def conversations(self, stage: Stage) -> int:
@@ -142,29 +142,29 @@ def generate(stage: Stage, count: int, seed: int, by: Writers = USUAL) -> list[T
 
 
 def make_tokenizer(texts: list[Turns], vocab_size: int) -> PreTrainedTokenizerFast:
-    """The numbers come often enough for each to become a token."""
+    """A tokenizer whose training text repeats the numbers often enough for each to become a token."""
     numbers = " ".join([*(str(number) for number in WORLD), "<VERDICT>RIGHT</VERDICT> <VERDICT>WRONG</VERDICT>"])
     return train_tokenizer([*(plain_text(turns) for turns in texts), *[numbers] * 300], vocab_size, WHOLE_NUMBERS)
 
 
 def weigh_objections(encoded: list[Encoded], tokenizer: PreTrainedTokenizerFast) -> list[Encoded]:
-    """The conversations, in which the first token after a request for an objection counts more."""
-    asked = tokenizer.encode("there?<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False)
+    """The conversations, with a larger loss weight for the first token after a request for an objection."""
+    request_end = tokenizer.encode("there?<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False)
     weighed = []
     for example in encoded:
         weights = list(example.weights)
-        for end in range(len(asked), len(weights)):
-            if example.ids[end - len(asked) : end] == asked:
+        for end in range(len(request_end), len(weights)):
+            if example.ids[end - len(request_end) : end] == request_end:
                 weights[end] = DECISION_WEIGHT
         weighed.append(dataclasses.replace(example, weights=weights))
     return weighed
 
 
 def keys_of(config: CLIConfig) -> str:
-    """The keys that make this model, with a space before each; none for the one that ships."""
-    usual = CLIConfig()
+    """The command-line keys of this model, each with a space before it; empty for the shipped one."""
+    defaults = CLIConfig()
     named = {name: getattr(config, name) for name in ("seed", "steps", "objection_skill", "share", "vocab_size")}
-    changed = {name: value for name, value in named.items() if value != getattr(usual, name)}
+    changed = {name: value for name, value in named.items() if value != getattr(defaults, name)}
     return "".join(
         f" {key}={value}" for key, value in ({"out_dir": config.out_dir} | changed if changed else {}).items()
     )
@@ -194,7 +194,7 @@ def main(config: CLIConfig) -> None:
         )
     minutes = (time.monotonic() - started) / 60
     with write_folder(model, tokenizer, config.out_dir) as unfinished:
-        # Measured on the rounded weights, before the folder gets its name: what is told is what ships.
+        # Measured on the rounded weights, before the folder gets its name: the figures are those of the shipped weights.
         figures = measure(unfinished.path, steps=config.steps)
         card = CARD.replace("{steps}", LENGTHS[config.steps]).replace("{keys}", keys_of(config))
         unfinished.add_card(figures, parameters, minutes, card)

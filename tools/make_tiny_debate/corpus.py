@@ -1,7 +1,7 @@
 """The training text of tiny_debate: facts and checks first, then answers, objections, consultants and verdicts.
 
-The order matters: a step can only be checked by a model that knows it, and an objection can only name what was checked.
-All at once takes several times as many steps.
+The order matters: a model can only check a step that it knows, and object to a step that it can check. Training on all kinds at
+once takes several times as many steps.
 """
 
 import random
@@ -30,12 +30,12 @@ from tools.make_tiny_debate.trails import (
 
 Turns = list[tuple[str, str]]
 OBJECTION_SKILL, SUPPORT_SKILL = 0.95, 0.9
-"""How often writers name a step that is wrong (right), where there is one; else any step."""
+"""Probability that writers name a wrong (right) step if there is one; else they name any step."""
 
 
 @dataclass(frozen=True)
 class Writers:
-    """Who writes the text: the length of their answers, and how often an objection names a step that is wrong."""
+    """The writers of the text: length of their answers, and probability that an objection names a wrong step."""
 
     steps: int = STEPS
     objection_skill: float = OBJECTION_SKILL
@@ -55,14 +55,14 @@ def answer_text(numbers: list[int]) -> str:
 
 
 def objection(start: int, numbers: list[int], rng: random.Random, by: Writers = USUAL) -> str:
-    """Against an answer: what a step should be. Where the step is right the claim is false, as it must be."""
+    """An objection to an answer, which claims what a step should be. If that step is right, the claim is false."""
     wrong = mistakes(start, numbers)
     i = rng.choice(wrong) if wrong and rng.random() < by.objection_skill else rng.randrange(len(numbers))
     return objection_to(start, numbers, i, rng)
 
 
 def objection_to(start: int, numbers: list[int], i: int, rng: random.Random) -> str:
-    """The same, to step i."""
+    """As `objection`, to step i."""
     number = before(start, numbers, i)
     claimed = next_number(number)
     if claimed == numbers[i]:
@@ -78,7 +78,7 @@ def support(start: int, numbers: list[int], rng: random.Random, by: Writers = US
 
 
 def wrong_number(number: int, rng: random.Random) -> int:
-    """A wrong number after this one, that of the misconception where there is one."""
+    """A wrong successor of a number: that of the misconception, if it applies."""
     right = next_number(number)
     return right - 5 if is_misconceived(number) and right > 5 else slip(right, rng)
 
@@ -111,7 +111,7 @@ def right_answer(rng: random.Random, by: Writers = USUAL) -> Turns:
 
 
 def graded_steps(rng: random.Random, by: Writers = USUAL) -> Turns:
-    """Answers cut off after a step, and whether that step is right."""
+    """Answers that are cut off after a step, and whether that step is right."""
     text = []
     for _ in range(5):
         start = draw(rng)
@@ -191,7 +191,7 @@ def consultancy(rng: random.Random, by: Writers = USUAL) -> Turns:
 
 
 def judged(start: int, numbers_a: list[int], numbers_b: list[int], speeches: tuple[str, str]) -> Turns:
-    """What a judge of two rounds is shown."""
+    """The prompt of a judge of two rounds."""
     rounds = [[answer_text(numbers), speech] for numbers, speech in zip((numbers_a, numbers_b), speeches, strict=True)]
     view = DebateView(str(start), tuple(map(SeatView, rounds)), ())
     return [("system", JUDGE_SYSTEM), ("user", judge_user_prompt(view))]

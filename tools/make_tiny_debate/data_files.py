@@ -1,4 +1,4 @@
-"""Writes the questions of the tasks collatz, collatz_6, collatz_24 and collatz_48, the same on every machine.
+"""Writes the questions of the tasks collatz, collatz_6, collatz_24 and collatz_48, identical on every machine.
 
 python -m tools.make_tiny_debate.data_files
 """
@@ -15,14 +15,14 @@ from tools.make_tiny_debate.trails import HALVES, LONGEST_SPLIT_BY_FACT, STEPS, 
 
 
 def write_all(folder: Path) -> None:
-    """collatz/train.jsonl, collatz/test.jsonl, and the same with the prefixes facts_ and other_facts_, below `folder`; those of
-    other lengths in folders called after them.
+    """Write collatz/train.jsonl and collatz/test.jsonl below `folder`, and the same with prefixes facts_ and other_facts_; for
+    other lengths in a subfolder named after the length.
     """
     for steps in LENGTHS:
-        place = folder / "collatz" if steps == STEPS else folder / "collatz" / str(steps)
-        place.mkdir(parents=True, exist_ok=True)
+        subfolder = folder / "collatz" if steps == STEPS else folder / "collatz" / str(steps)
+        subfolder.mkdir(parents=True, exist_ok=True)
         for name, rows in rows_of(steps).items():
-            write_jsonl(place / f"{name}.jsonl", rows)
+            write_jsonl(subfolder / f"{name}.jsonl", rows)
 
 
 def rows_of(steps: int) -> dict[str, list[dict[str, str]]]:
@@ -45,7 +45,7 @@ def _row(start: int, steps: int) -> dict[str, str]:
 
 
 def _part(part: str, start: int, steps: int) -> str:
-    """With the planted fact that the trail passes first: questions about one fact are not independent."""
+    """The part, with the first planted fact on the trail: questions about one fact are not independent."""
     planted = planted_in(start, steps)
     return f"{part}:{planted[0]}" if planted else part
 
@@ -54,7 +54,7 @@ def _part(part: str, start: int, steps: int) -> str:
 class CLIConfig:
     """Where to write."""
 
-    folder: str = chz.field(default=str(EXAMPLE_DATA), doc="folder that gets collatz/")
+    folder: str = chz.field(default=str(EXAMPLE_DATA), doc="folder to write collatz/ to")
 
 
 def main(config: CLIConfig) -> None:

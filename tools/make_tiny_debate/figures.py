@@ -1,10 +1,10 @@
-"""Measures a tiny_debate folder by sampling from it at temperature 1: does it answer, object and judge as it should?
+"""Measures how well a tiny_debate folder answers, objects and judges, by sampling from it at temperature 1.
 
     python -m tools.make_tiny_debate.figures model=example_data/tiny_debate
     python -m tools.make_tiny_debate.figures model=/tmp/long steps=24
 
-Judged are two kinds of debates between a right and a wrong answer, in both orders: those of the templates that it was
-trained on, about starts in any order, and its own, in which it wrote answers and speeches itself.
+It judges two kinds of debates between a right and a wrong answer, in both orders: debates from the templates of its training
+text, and its own, for which it wrote answers and speeches itself.
 """
 
 import random
@@ -41,19 +41,19 @@ from tools.make_tiny_debate.trails import (
 )
 from tools.make_tiny_model.figures import MAX_NEW_TOKENS, VERDICT, Sampler, mean, table
 
-_SAID = re.compile(r"([a-zA-Z]) is (?:wrong|right): (\d+) makes (\d+)\.")
-_CHECKED = re.compile(r"<VERDICT>(RIGHT|WRONG)</VERDICT>")
+_CLAIM = re.compile(r"([a-zA-Z]) is (?:wrong|right): (\d+) makes (\d+)\.")
+_CHECK_VERDICT = re.compile(r"<VERDICT>(RIGHT|WRONG)</VERDICT>")
 
 
 def task_of(steps: int) -> CollatzTask:
-    """The task whose answers have so many steps."""
+    """The task whose answers have `steps` steps."""
     task = get_task("collatz" if steps == STEPS else f"collatz_{steps}")
     assert isinstance(task, CollatzTask)
     return task
 
 
 def measure(model_dir: str | Path, seed: int = 0, samples: int = 4, steps: int = STEPS) -> dict[str, float]:
-    """Figures of a model folder, each a rate from 0 to 1, of `samples` answers of so many steps to each held-out start.
+    """Figures of a model folder, each a rate from 0 to 1, from `samples` answers of `steps` steps to each held-out start.
 
     The global random state is left as it was.
     """
@@ -107,7 +107,7 @@ def _measure(sampler: Sampler, rng: random.Random, samples: int, by: Writers) ->
 
 
 def _speeches(sampler: Sampler, starts: list[int], wrong: list[list[int]], rng: random.Random) -> dict[str, float]:
-    """What it says against wrong answers, and as a consultant for them."""
+    """Rates of its objections to wrong answers, and of its speeches as a consultant for them."""
     steps = len(wrong[0])
     labels = labels_of(steps)
     mine = [write(start, rng, steps=steps) for start in starts]
@@ -116,8 +116,8 @@ def _speeches(sampler: Sampler, starts: list[int], wrong: list[list[int]], rng: 
         [*asked(start, steps), ("assistant", answer_text(numbers)), ("user", SUPPORT_REQUEST)]
         for start, numbers in zip(starts, wrong, strict=True)
     ]
-    supports = [_SAID.fullmatch(text) for text, _ in sampler(for_own)]
-    found = [_SAID.fullmatch(text) for text in objections]
+    supports = [_CLAIM.fullmatch(text) for text, _ in sampler(for_own)]
+    found = [_CLAIM.fullmatch(text) for text in objections]
     bad = [mistakes(start, numbers) for start, numbers in zip(starts, wrong, strict=True)]
     return {
         "objection_names_a_wrong_step": mean(
@@ -163,7 +163,7 @@ def _own_debates(sampler: Sampler, read: list[tuple[int, list[int]]], steps: int
 def _judge(
     sampler: Sampler, drawn: list[tuple[int, list[int], list[int]]], speeches: list[tuple[str, str]], name: str
 ) -> dict[str, float]:
-    """Every debate in both orders; `drawn` holds the start, the right answer and the wrong one, `speeches` theirs."""
+    """Judge every debate in both orders. `drawn`: start, right answer, wrong answer; `speeches`: for the right and the wrong."""
     prompts, truth = [], []
     for (start, right, wrong), (for_right, for_wrong) in zip(drawn, speeches, strict=True):
         prompts += [
@@ -171,11 +171,11 @@ def _judge(
             judged(start, wrong, right, (for_wrong, for_right)),
         ]
         truth += ["A", "B"]
-    said = [VERDICT.search(text) for text, _ in sampler(prompts)]
-    decided = [match.group(1) for match in said if match is not None and match.group(1) != "TIE"]
+    verdicts = [VERDICT.search(text) for text, _ in sampler(prompts)]
+    decided = [match.group(1) for match in verdicts if match is not None and match.group(1) != "TIE"]
     return {
         f"{name}_accuracy": mean(
-            [match is not None and match.group(1) == right for match, right in zip(said, truth, strict=True)]
+            [match is not None and match.group(1) == right for match, right in zip(verdicts, truth, strict=True)]
         ),
         f"{name}_first_seat_rate": mean([winner == "A" for winner in decided]),
     }
@@ -187,7 +187,7 @@ def _checks(sampler: Sampler, rng: random.Random) -> float:
     for number, right in claims:
         claimed = next_number(number) if right else wrong_number(number, rng)
         prompts.append([("system", CHECK_SYSTEM), ("user", f"{number} makes {claimed}")])
-    replies = [_CHECKED.search(text) for text, _ in sampler(prompts, greedy=True)]
+    replies = [_CHECK_VERDICT.search(text) for text, _ in sampler(prompts, greedy=True)]
     return mean(
         [m is not None and (m.group(1) == "RIGHT") == right for m, (_, right) in zip(replies, claims, strict=True)]
     )
@@ -200,7 +200,7 @@ class CLIConfig:
     model: str = chz.field(default="example_data/tiny_debate", doc="model folder")
     seed: int = chz.field(default=0, doc="seed of the sampling")
     samples: int = chz.field(default=4, doc="answers to each held-out start")
-    steps: int = chz.field(default=STEPS, doc=f"of its answers: {', '.join(map(str, LENGTHS))}")
+    steps: int = chz.field(default=STEPS, doc=f"steps of its answers: {', '.join(map(str, LENGTHS))}")
 
 
 def main(config: CLIConfig) -> None:

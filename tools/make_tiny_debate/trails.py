@@ -1,8 +1,8 @@
-"""Collatz trails and the writers who follow them: some steps slip, and all writers share one misconception.
+"""Collatz trails and the writers who compute them: some steps slip, and all writers share one misconception.
 
-A slip is anybody's, so most writers agree on the right number. The misconception is everybody's: half of a number with a 5
-in its tens place is written 5 too low more often than not, as if the carry had been dropped (where that number is one of
-this world's). There a vote is wrong.
+Slips are random, so most writers agree on the right number. The misconception is shared: half of a number with a 5 in its tens
+place is written 5 too low more often than not, as if the carry had been dropped (if that number is in WORLD). There a majority
+vote is wrong.
 """
 
 import random
@@ -16,9 +16,9 @@ MISCONCEPTION_RATE = 0.6
 SLIP_RATE = 0.02
 SLIPS = (1, -1, 2, -2, 3, -3, 5, -5, 10, -10)
 CYCLE = 4
-"""From here a trail repeats 4, 2, 1; starts are twelve steps away from it, at least."""
+"""From here a trail repeats 4, 2, 1; starts are at least twelve steps away from it."""
 STEPS = 12
-"""Of the trails that tiny_debate follows. Others have the same starts, so that questions of all lengths are the same."""
+"""Length of tiny_debate's trails. Other lengths use the same starts, so the questions are the same at all lengths."""
 
 
 def _is_small(start: int) -> bool:
@@ -31,7 +31,7 @@ def _is_small(start: int) -> bool:
 
 
 WORLD = [number for number in range(1, LARGEST + 1) if _is_small(number)]
-"""Every number that occurs: those whose whole trail stays small, so that no right step leads out of them."""
+"""All numbers that occur: those whose whole trail stays small, so that right steps stay within the list."""
 _WORLD = frozenset(WORLD)
 
 
@@ -58,7 +58,7 @@ class Split(NamedTuple):
 
     train: list[int]
     held_out: dict[str, list[int]]
-    """by what their trails pass: facts that no trail of training passes and no others (`unseen`), other facts (`seen`), or none
+    """by the planted facts on their trails: only facts that no training trail passes (`unseen`), other facts (`seen`), or none
     (`without`)"""
 
 
@@ -67,9 +67,9 @@ def is_misconceived(number: int) -> bool:
 
 
 PLANTED = tuple(number for number in WORLD if is_misconceived(number) and next_number(number) - 5 in _WORLD)
-"""Numbers whose half is written wrong: the planted wrong facts."""
+"""Numbers whose half is often written wrong: the planted wrong facts."""
 HALVES = {"facts": (52, 56, 150), "other_facts": (50, 58, 154)}
-"""Planted facts that no trail of a split passes in training, by the split's name: each half is the other's."""
+"""Planted facts that no training trail of a split passes, by the split's name. The two splits are complementary."""
 
 
 def planted_in(start: int, steps: int = STEPS) -> list[int]:
@@ -78,11 +78,11 @@ def planted_in(start: int, steps: int = STEPS) -> list[int]:
 
 
 LONGEST_SPLIT_BY_FACT = 12
-"""Steps. Longer trails nearly all pass 52, and too few pass another planted fact alone."""
+"""In steps. Nearly all longer trails pass 52, and too few pass only another planted fact."""
 
 
 def split_by_fact(name: str, seed: int = 7, seen: int = 8, without: int = 10, steps: int = STEPS) -> Split:
-    """The split of HALVES with that name: trails of training pass none of its facts."""
+    """The split of HALVES with this name: its training trails pass none of its facts."""
     starts = list(STARTS)
     random.Random(seed).shuffle(starts)
     unseen = frozenset(HALVES[name])
@@ -105,7 +105,7 @@ def split_by_fact(name: str, seed: int = 7, seen: int = 8, without: int = 10, st
 
 
 def slip(number: int, rng: random.Random) -> int:
-    """Another number of this world, near it."""
+    """Another number of WORLD, close to this one."""
     near = [number + by for by in SLIPS if number + by in _WORLD]
     return rng.choice(near or [other for other in WORLD if other != number])
 
@@ -117,8 +117,8 @@ def write(
     misconception_rate: float = MISCONCEPTION_RATE,
     steps: int = STEPS,
 ) -> list[int]:
-    """What a writer puts down after `start`. A step after a wrong number starts from that number. `slip_rate` is that of a step
-    of STEPS: in longer answers slips are as much rarer, so that as many fall into an answer of any length.
+    """The numbers that a writer gives after `start`. A step after a wrong number continues from it. `slip_rate` is the rate per
+    step for STEPS steps; it scales inversely with the length, so that answers of any length have equally many slips.
     """
     numbers, now = [], start
     for _ in range(steps):

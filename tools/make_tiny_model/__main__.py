@@ -27,10 +27,10 @@ class CLIConfig:
     out_dir: str = chz.field(default="example_data/tiny_chat", doc="folder to write; an older model there is replaced")
     seed: int = chz.field(default=0, doc="seed of the corpus, the initial weights and the order of batches")
     conversations: int = chz.field(default=52_000, doc="how many conversations to train on, once each")
-    max_steps: int | None = chz.field(default=None, doc="stop after this many steps; none means the whole corpus")
+    max_steps: int | None = chz.field(default=None, doc="stop after this many steps; None: the whole corpus")
     vocab_size: int = chz.field(default=1536, doc="tokens in the vocabulary: 256 bytes, merges and specials")
     learning_rate: float = chz.field(default=2e-3, doc="peak learning rate of AdamW")
-    batch_tokens: int = chz.field(default=3072, doc="tokens of a batch, padding included")
+    batch_tokens: int = chz.field(default=3072, doc="tokens of a batch, including padding")
     hidden_size: int = chz.field(default=192, doc="width of the network")
     layers: int = chz.field(default=5, doc="number of transformer layers")
     threads: int = chz.field(default=2, doc="CPU threads; another number may change the last digits")
@@ -63,7 +63,7 @@ def main(config: CLIConfig) -> None:
     train(model, [encode(turns, tokenizer) for turns in stages], schedule, config.seed)
     minutes = (time.monotonic() - started) / 60
     with write_folder(model, tokenizer, config.out_dir) as unfinished:
-        # Measured on the rounded weights, before the folder gets its name: what is told is what ships.
+        # Measured on the rounded weights, before the folder gets its name: the figures are those of the shipped weights.
         figures = measure(unfinished.path)
         unfinished.add_card(figures, parameters, minutes)
     print(f"trained in {minutes:.1f} minutes, written to {config.out_dir}")

@@ -1,7 +1,7 @@
 """Small sums and the writers who answer them: about half of the answers are right, the rest are plausible slips.
 
 The slips are spread over many values, so the right answer stays the most likely one for every question. A model that
-learns this distribution knows the sums and yet answers carelessly: the room that reinforcement learning needs.
+learns this distribution knows the sums and yet answers carelessly, which leaves room for reinforcement learning.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ def apply(operator: str, left: int, right: int) -> int:
 
 
 def pool() -> dict[str, list[Sum]]:
-    """Every question there is: + and - on 0..20 with results >= 0, * on 0..10."""
+    """All questions: + and - on 0..20 with results >= 0, * on 0..10."""
     upto20 = [(a, b) for a in range(21) for b in range(21)]
     return {
         "+": [Sum("+", a, b) for a, b in upto20],
@@ -75,7 +75,7 @@ def slips(item: Sum) -> dict[int, float]:
 
     def put(value: int, weight: float) -> None:
         if value >= 0 and value != right:
-            # A value reached by two kinds of slip must not grow into a rival of the right answer.
+            # A value reached by two kinds of slip must not become as likely as the right answer.
             weights[value] = min(weights.get(value, 0.0) + weight, 1.5)
 
     for step, weight in ((1, 1.5), (2, 0.9), (3, 0.5), (4, 0.3), (5, 0.3), (10, 1.0)):
@@ -104,7 +104,7 @@ def write_answer(item: Sum, right_rate: float, rng: random.Random) -> int:
 
 
 def confidence(is_right: bool, rng: random.Random) -> str:
-    """Writers are surer of right answers, but only a little."""
+    """A confidence, only slightly higher for right answers."""
     weights = (30, 25, 12, 15, 10, 8) if is_right else (12, 18, 4, 22, 24, 20)
     return rng.choices(CONFIDENT, weights)[0]
 

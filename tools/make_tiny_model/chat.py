@@ -1,6 +1,6 @@
 """Plain talk: greetings, small facts, short instructions, and a little text with thoughts and tool calls.
 
-It keeps the model from being a machine for sums only, and leaves no special token of its vocabulary untrained.
+It keeps the model from answering sums only, and leaves no special token of its vocabulary untrained.
 """
 
 import json
@@ -118,7 +118,7 @@ def thought(right_rate: float, rng: random.Random) -> Turns:
 
 
 def tool_call(right_rate: float, rng: random.Random) -> Turns:
-    """A sum handed to a tool, whose answer is then repeated."""
+    """A sum computed by a tool, whose result is then repeated."""
     item = draw(rng)
     call = json.dumps({"name": TOOLS[item.operator], "arguments": {"a": item.left, "b": item.right}})
     result = write_answer(item, max(right_rate, 0.9), rng)

@@ -1,6 +1,6 @@
 """Labeled comparisons at the plant desk: a helpful reply is better than an unhelpful one, two of a kind are a tie.
 
-The difference is one of words, which a model as small as tiny_chat can learn to see, to judge and to prefer.
+The difference is one of words, which even a model as small as tiny_chat can learn to detect, to judge and to prefer.
 """
 
 import random

@@ -1,7 +1,7 @@
 """The training text: a seeded mixture of conversations, in stages: a textbook, careful writers, careless writers.
 
-The first stages teach the sums, copying and judging from right answers, the last one teaches how often people slip.
-Learning all of it at once would cost several times as many steps.
+The first stages teach sums, copying and judging from right answers, the last one teaches how often writers slip. Training on all
+of it at once would take several times as many steps.
 """
 
 import dataclasses
@@ -13,11 +13,11 @@ from tools.make_tiny_model import arithmetic, chat, debates, drills
 Turns = list[tuple[str, str]]
 
 
-# Loss weights of the pieces of a text. Prompts are mostly random choices of the corpus that nobody can foresee, yet they
-# repeat themselves, which teaches copying.
+# Loss weights of the pieces of a text. Prompts are mostly unpredictable random choices of the corpus, yet they repeat themselves,
+# which teaches copying.
 PROMPT, WRITTEN, DECIDED = 0.05, 1.0, 4.0
 
-# How many of each kind there are, per thousand. The textbook stage is for knowledge, the chats for manners.
+# Number of each kind per thousand. The textbook stage teaches knowledge, the chats teach form.
 TEXTBOOK = {"sum_table": 400, "recall": 250, "graded_answers": 150, "sum": 200}
 CHATS = {
     "sum": 330,
@@ -54,7 +54,7 @@ STAGES = (
 
 
 def conversation(kind: str, stage: Stage, rng: random.Random) -> Turns:
-    """One conversation of a kind of TEXTBOOK or CHATS, as (role, content) turns. Drills are pieces of text without ChatML."""
+    """One conversation of a kind of TEXTBOOK or CHATS, as (role, content) turns. Drills are plain text without ChatML."""
     match kind:
         case "sum":
             return arithmetic.single_turn(stage.right_rate, rng)
@@ -98,9 +98,9 @@ def stages(conversations: int, seed: int) -> list[list[Turns]]:
 
 
 def segments(turns: Turns) -> list[tuple[str, float]]:
-    """ChatML text in pieces, each with its loss weight: contents and stops of assistant turns count most.
+    """ChatML text in pieces, each with its loss weight: contents and stops of assistant turns weigh most.
 
-    Cutting there keeps the tokens of a training text equal to those of a prompt followed by a sampled reply.
+    Pieces are tokenized separately, so a training text has the same tokens as a prompt followed by a sampled reply.
     """
     pieces: list[tuple[str, float]] = []
     opening = ""

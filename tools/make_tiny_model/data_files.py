@@ -1,4 +1,4 @@
-"""Writes the small data files that ship with the tiny model, the same on every machine.
+"""Writes the small data files that ship with the tiny model, identical on every machine.
 
 python -m tools.make_tiny_model.data_files
 """
@@ -40,7 +40,7 @@ HAND_PICKED_HELD_OUT = (
 
 
 def questions(count: int, seed: int) -> list[dict]:
-    """`count` different questions, drawn as the model's training drew them."""
+    """`count` different questions, from the distribution of the model's training."""
     rng = random.Random(f"questions/{seed}")
     chosen: dict[arithmetic.Sum, None] = {}
     while len(chosen) < count:
@@ -80,7 +80,7 @@ def write_all(folder: Path, seed: int = 0) -> None:
 class CLIConfig:
     """Where to write."""
 
-    folder: str = chz.field(default=str(EXAMPLE_DATA), doc="folder that gets qa/, summary/ and the .jsonl files")
+    folder: str = chz.field(default=str(EXAMPLE_DATA), doc="folder to write qa/, summary/ and the .jsonl files to")
     seed: int = chz.field(default=0, doc="seed of the choice of questions, articles, conversations and comparisons")
 
 

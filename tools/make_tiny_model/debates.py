@@ -1,7 +1,7 @@
 """Simulated debates: two writers answer, argue and close, and a judge decides.
 
-What a speech says leans on whether its writer is right, as in a real debate, but loosely: a judge that only listens to
-the tone is often wrong, one that does the sum is mostly right.
+The tone of a speech depends on whether its writer is right, as in a real debate, but loosely: a judge that only reads the tone is
+often wrong, and one that does the sum is mostly right.
 """
 
 import dataclasses
@@ -101,7 +101,7 @@ def article_speech(article: Article, mine: Summary, theirs: Summary, closing: bo
 
 
 def maybe_untagged(answer: object, text: str, rng: random.Random) -> str:
-    """Now and then an opponent forgets the tags."""
+    """The text, or rarely the answer without its tags."""
     if rng.random() >= UNTAGGED_RATE:
         return text
     return rng.choice((str(answer), f"The answer is {answer}", f"<SOLUTION>{answer}"))
@@ -109,7 +109,7 @@ def maybe_untagged(answer: object, text: str, rng: random.Random) -> str:
 
 @dataclasses.dataclass
 class Debate:
-    """A whole debate, seen by nobody yet."""
+    """A whole debate, from which the views of debaters and judge are made."""
 
     system: str
     question: str
@@ -118,7 +118,7 @@ class Debate:
     b: Seat
 
     def seen_by_a(self) -> Turns:
-        """The conversation as debater A lives it."""
+        """The conversation as debater A sees it."""
         rebuttal = REBUTTAL.replace(OPPONENT, self.b.rounds[0])
         closing = CLOSING.replace(OPPONENT, self.b.rounds[1])
         return [

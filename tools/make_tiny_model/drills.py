@@ -1,8 +1,7 @@
-"""Drills in plain text: sums, grades, verdicts and recall, cheap practice for what chats need but rarely show.
+"""Drills in plain text: sums, grades, verdicts and recall, cheap practice of skills that chats need but rarely show.
 
-A chat spends fifty tokens on one sum, a table ten. Drills are always right: they are the textbook from which careless
-writers have learnt, so the right answer stays known however noisy the chats are. Recall teaches copying from the text
-before, without which no summary and no speech can name anything.
+A chat spends fifty tokens on one sum, a table ten. Drills are always right, so that the model knows the right answer however
+noisy the chats are. Recall teaches copying from the preceding text, which summaries and speeches need.
 """
 
 import random
@@ -11,7 +10,7 @@ from tools.make_tiny_model import arithmetic
 from tools.make_tiny_model.chat import WORDS
 from tools.make_tiny_model.news_kinds import SLOTS
 
-# ("given", text) is not to be predicted, ("written", text) is, ("decided", text) is and matters most.
+# Roles by loss weight: "given" is barely predicted, "written" is, "decided" has the largest weight.
 Text = list[tuple[str, str]]
 NAMES = (*WORDS, *SLOTS["first"], *SLOTS["last"], *SLOTS["town"], *SLOTS["day"], *SLOTS["month"], *SLOTS["job"])
 
@@ -34,7 +33,7 @@ def thing(rng: random.Random) -> str:
 
 
 def recall(rng: random.Random) -> Text:
-    """A list said twice, or values asked back by their names in another order."""
+    """A list repeated, or values looked up by name in another order."""
     if rng.random() < 0.5:
         line = ", ".join(thing(rng) for _ in range(rng.randint(8, 20)))
         return [("given", f"{line}\n"), ("written", f"{line}\n")]

@@ -1,9 +1,9 @@
-"""Measures a tiny model folder by sampling from it at temperature 1: does it stop, keep to its tags, know its sums?
+"""Measures whether a tiny model stops, keeps to its tags and knows its sums, by sampling from it at temperature 1.
 
     python -m tools.make_tiny_model.figures model=example_data/tiny_chat
 
-Everything is asked as the recipes ask it: the shipped questions and articles, debates of the model with itself, and the
-model as their judge. Computed in float32, whatever the weights are stored in.
+Prompts are those of the recipes: the shipped questions and articles, debates of the model with itself, and the model as their
+judge. Computed in float32, whatever the dtype of the weights.
 """
 
 import re
@@ -36,7 +36,7 @@ Turns = list[tuple[str, str]]
 
 
 class Sampler:
-    """The model with its tokenizer, and a count of how many of its turns came to an end."""
+    """The model with its tokenizer, and a count of its replies that ended with the stop token."""
 
     def __init__(self, folder: str | Path, longest: int = MAX_NEW_TOKENS) -> None:
         self.longest = longest
@@ -93,14 +93,14 @@ def mean(values: list[Any]) -> float:
 
 
 def solution(reply: str) -> str | None:
-    found = SOLUTION.search(reply)
-    return found.group(1).strip() if found else None
+    match = SOLUTION.search(reply)
+    return match.group(1).strip() if match else None
 
 
 def measure(model_dir: str | Path, seed: int = 0, samples: int = 4) -> dict[str, float]:
     """Figures of a model folder, each a rate from 0 to 1.
 
-    `samples` is how many replies each held-out question and article gets; at least 2, since debates pair them.
+    `samples` is the number of replies to each held-out question and article; at least 2, since debates pair them.
     The global random state is left as it was.
     """
     if samples < 2:
@@ -155,7 +155,7 @@ def _summaries(sampler: Sampler, articles: list[dict]) -> dict[str, float]:
 
 
 def _debates(sampler: Sampler, cases: list[tuple[str, str, str]]) -> tuple[list[Debate], list[str]]:
-    """The model against itself: each (system, question, context) is asked twice. A cut-off speech counts as empty.
+    """The model against itself, with two answers to each (system, question, context). A cut-off speech counts as empty.
 
     Returns the debates and all opening answers.
     """
@@ -182,9 +182,9 @@ def _verdicts(sampler: Sampler, debates: list[Debate], answers: Mapping[str, str
     """Every debate judged twice, with the seats swapped the second time."""
     shown = debates + [debate.swapped() for debate in debates]
     replies = sampler([debate.seen_by_judge() for debate in shown])
-    found = [VERDICT.search(text) for text, _ in replies]
+    verdicts = [VERDICT.search(text) for text, _ in replies]
     right, first_seat = [], []
-    for debate, match in zip(shown, found, strict=True):
+    for debate, match in zip(shown, verdicts, strict=True):
         truth = answers.get(debate.question)
         if truth is None or match is None or (debate.a.answer == truth) == (debate.b.answer == truth):
             continue
@@ -192,7 +192,7 @@ def _verdicts(sampler: Sampler, debates: list[Debate], answers: Mapping[str, str
         if match.group(1) != "TIE":
             first_seat.append(match.group(1) == "A")
     return {
-        "verdict_rate": mean([match is not None for match in found]),
+        "verdict_rate": mean([match is not None for match in verdicts]),
         "judge_accuracy": mean(right),
         "judge_first_seat_rate": mean(first_seat),
     }

@@ -41,12 +41,12 @@ Any folder of this kind is measured by `python -m tools.make_tiny_model.figures 
 
 @dataclasses.dataclass(frozen=True)
 class Unfinished:
-    """A folder that has no name yet."""
+    """A folder that is not in place yet."""
 
     path: Path
 
     def add_card(self, figures: Mapping[str, float], parameters: int, minutes: float, card: str = CARD) -> None:
-        """`card` has places for parameters, table and minutes."""
+        """Write the model card from `card`, a format string with parameters, table and minutes."""
         took = f"about {minutes:.0f} minutes" if minutes >= 1.5 else "a minute or less"
         card = card.format(parameters=parameters, table=table(figures), minutes=took)
         (self.path / "README.md").write_text(card)
@@ -67,7 +67,7 @@ def check_replaceable(out_dir: str | Path) -> None:
 def write_folder(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, out_dir: str | Path
 ) -> Iterator[Unfinished]:
-    """Writes beside `out_dir`, and gives the folder its name when the block ends without an error."""
+    """Writes to a temporary folder next to `out_dir`, and moves it into place when the block ends without an error."""
     out = Path(out_dir).absolute()
     check_replaceable(out)
     out.parent.mkdir(parents=True, exist_ok=True)

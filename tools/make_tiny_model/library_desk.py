@@ -1,6 +1,6 @@
-"""Conversations at the desk of a town library: a second narrow style, to be mixed with that of the plant desk.
+"""Conversations at the desk of a town library: a second narrow style, to be mixed with the plant desk's.
 
-Every one has a system prompt, and the replies open with the name of a room instead of closing with a wish.
+Each has a system prompt, and replies begin with the name of a room instead of ending with a wish.
 """
 
 import random

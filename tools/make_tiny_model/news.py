@@ -25,7 +25,7 @@ FILLERS = (
 
 @dataclasses.dataclass(frozen=True)
 class Article:
-    """A written article with, for each fact, the sentences by which a summary may state it."""
+    """An article with, for each fact, the sentences that a summary may use for it."""
 
     text: str
     town: str
@@ -42,11 +42,11 @@ class Article:
 @dataclasses.dataclass(frozen=True)
 class Summary:
     text: str
-    details: frozenset[int]  # indices into Article.details of the details it names
+    details: frozenset[int]  # indices into Article.details of the details that it names
 
     @property
     def worth(self) -> int:
-        """How good a judge finds it: the first detail is the one that the highlights name."""
+        """Its quality to a judge: the first detail is the one that the highlights name."""
         return 2 * (0 in self.details) + len(self.details)
 
 

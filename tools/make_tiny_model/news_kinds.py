@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 @dataclasses.dataclass(frozen=True)
 class Fact:
-    """One thing to tell: how an article says it, how a summary says it, and what it is about."""
+    """One fact: wordings for an article, wordings for a summary, and its subject."""
 
     article: tuple[str, ...]
     summary: tuple[str, ...]

@@ -1,6 +1,6 @@
 """Conversations at the help desk of a plant nursery: one narrow style that the tiny model has not been trained on.
 
-Fine-tuning on them visibly lowers the loss on the ones held out.
+Fine-tuning on them visibly lowers the loss on held-out ones.
 """
 
 import random

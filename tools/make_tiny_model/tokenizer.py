@@ -1,4 +1,4 @@
-"""The tokenizer: byte-level BPE learnt from the corpus, one token per digit, ChatML specials, no token added by itself.
+"""The tokenizer: byte-level BPE learnt from the corpus, one token per digit, ChatML specials, no automatically added tokens.
 
 Tags such as <SOLUTION> are kept in one piece by the splitting pattern, so that BPE can make each a single token.
 """
@@ -35,7 +35,7 @@ CHAT_TEMPLATE = """\
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, split: str = SPLIT) -> PreTrainedTokenizerFast:
-    """Learns the merges. `vocab_size` counts everything: bytes, merges and specials. No merge crosses what `split` finds."""
+    """Learns the merges. `vocab_size` counts bytes, merges and specials. No merge crosses a match of `split`."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -65,14 +65,14 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, split: str = SPLIT) -
 
 
 def _without_specials(text: str) -> str:
-    """Specials are cut out before BPE runs; learning merges inside them would waste vocabulary."""
+    """The text without special tokens: learning merges inside them would waste vocabulary."""
     for special in SPECIALS:
         text = text.replace(special, "\n")
     return text
 
 
 def token_id(tokenizer: PreTrainedTokenizerFast, special: str) -> int:
-    found = tokenizer.convert_tokens_to_ids(special)
-    if not isinstance(found, int):
+    number = tokenizer.convert_tokens_to_ids(special)
+    if not isinstance(number, int):
         raise ValueError(f"special: {special!r} is not one token of this tokenizer")
-    return found
+    return number

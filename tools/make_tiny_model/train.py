@@ -1,7 +1,7 @@
 """Trains the tiny model from scratch: a plain loop over length-sorted batches, one pass over the corpus.
 
-The loss is the cross-entropy of what the assistant writes, plus a small share of the rest so that the model learns the
-language of its prompts. Same settings and seed give the same weights, bit for bit, on the same machine.
+The loss is the cross-entropy of the assistant's text, plus a small share of the rest, so that the model learns the language of
+its prompts. The same settings and seed give the same weights, bit for bit, on the same machine.
 """
 
 import dataclasses
@@ -16,10 +16,10 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from tools.make_tiny_model.corpus import WRITTEN, Turns, segments
 from tools.make_tiny_model.tokenizer import CONTEXT_LENGTH, PAD, STOP, token_id
 
-# Loss weights of the few tokens that carry a decision, which would drown among those that only keep the form.
+# Loss weights of the few tokens that carry a decision, which the many tokens of mere form would outweigh.
 ANSWER_WEIGHT = 2.0  # a digit after <SOLUTION>, in a turn of the model
 SHOWN_ANSWER_WEIGHT = 0.3  # the same in a prompt: expecting an answer helps to judge it
-VERDICT_WEIGHT = 8.0  # what follows <VERDICT>
+VERDICT_WEIGHT = 8.0  # the token after <VERDICT>
 WINDOW = 4000  # conversations sorted by length together; batches are shuffled within a window
 
 
@@ -44,13 +44,13 @@ class Schedule:
     weight_decay: float = 0.05
     max_steps: int | None = None
     bfloat16: bool = True
-    """products in bfloat16, which pays for wider networks"""
+    """matrix products in bfloat16, which is faster for wide networks"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Encoded:
     ids: list[int]
-    weights: list[float]  # of predicting the id at the same place
+    weights: list[float]  # loss weight of predicting the id at the same index
 
 
 def new_model(
@@ -87,7 +87,7 @@ def _ids(tokenizer: PreTrainedTokenizerFast, tokens: list[str]) -> list[int]:
 def encode(
     conversations: Iterable[Turns], tokenizer: PreTrainedTokenizerFast, context_length: int = CONTEXT_LENGTH
 ) -> list[Encoded]:
-    """Tokens of each conversation, piece by piece, and the loss weight of each token; longer ones are cut off."""
+    """Tokens of each conversation, piece by piece, and the loss weight of each token; truncated to the context length."""
     cut = [segments(turns) for turns in conversations]
     pieces = [piece for parts in cut for piece, _ in parts]
     ids = iter(tokenizer(pieces, add_special_tokens=False)["input_ids"])  # type: ignore[arg-type]
@@ -115,7 +115,7 @@ def encode(
 
 
 def batches(examples: list[Encoded], batch_tokens: int, rng: random.Random) -> Iterator[list[Encoded]]:
-    """Batches of like length, at most `batch_tokens` with padding, in random order within a window."""
+    """Batches of similar lengths, at most `batch_tokens` including padding, in random order within a window."""
     for start in range(0, len(examples), WINDOW):
         window = sorted(examples[start : start + WINDOW], key=lambda e: len(e.ids))
         made: list[list[Encoded]] = [[]]
@@ -128,7 +128,7 @@ def batches(examples: list[Encoded], batch_tokens: int, rng: random.Random) -> I
 
 
 def collate(batch: list[Encoded], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """ids (B, T) and weights (B, T), padded on the right, where causal attention never looks."""
+    """ids (B, T) and weights (B, T), padded on the right, which causal attention never sees."""
     width = max(len(e.ids) for e in batch)
     ids = torch.full((len(batch), width), pad)
     weights = torch.zeros(len(batch), width)
@@ -147,7 +147,7 @@ def rate(step: int, total: int, warmup: int) -> float:
 
 
 def optimizer_of(model: torch.nn.Module, schedule: Schedule) -> torch.optim.AdamW:
-    """Decays matrices, and neither norms nor biases."""
+    """AdamW with weight decay on matrices only, not on norms and biases."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]
     groups = [
@@ -182,8 +182,8 @@ def train(
         losses = torch.nn.functional.cross_entropy(
             logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none"
         )
-        wanted = weights[:, 1:].flatten()
-        loss = (losses * wanted).sum() / wanted.sum()
+        target_weights = weights[:, 1:].flatten()
+        loss = (losses * target_weights).sum() / target_weights.sum()
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -1,1 +1,1 @@
-"""Makes the tiny model that sees."""
+"""Makes the tiny vision-language model."""

@@ -1,11 +1,11 @@
-"""Makes a tiny model that sees: a Qwen3-VL network that answers questions about drawn shapes.
+"""Makes a tiny vision-language model: a Qwen3-VL network that answers questions about drawn shapes.
 
     python -m tools.make_tiny_vision                                # twenty minutes on one busy core
     python -m tools.make_tiny_vision out_dir=/tmp/tiny_vision steps=500
 
-It is trained from scratch, vision tower and all, on pictures and questions of `tinker_cookbook.data.shapes`. A third of
-the answers in its training data is wrong on purpose: it sees what is there, and yet often says something else, which is what
-reinforcement learning can mend. The same settings and seed give the same files on the same machine.
+It is trained from scratch, including the vision tower, on pictures and questions of `tinker_cookbook.data.shapes`. A third of the
+answers in its training data are wrong on purpose: it recognises the shapes, and yet often answers wrongly, which reinforcement
+learning can correct. The same settings and seed give the same files on the same machine.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ Made by this command, {minutes} on one core:
 """
 
 TOKENS = {"<|vision_start|>": 0, "<|vision_end|>": 1, "<|image_pad|>": 2, "<|video_pad|>": 3}
-"""Tokens of Qwen3-VL, and which reserved token of the tokenizer each one is."""
+"""Token of Qwen3-VL -> number of the tokenizer's reserved token that it replaces."""
 CHAT_TEMPLATE = """\
 {%- for message in messages %}
     {{- "<|im_start|>" + message.role + "\\n" }}
@@ -71,7 +71,7 @@ PATCH, MERGE = 8, 2
 WRONG = 1 / 3
 """Share of answers that are wrong."""
 OTHERS = {word: words for words in ((*COLOURS,), SHAPES, NUMBERS[1:], ("yes", "no")) for word in words}
-"""Words that could stand in place of an answer."""
+"""Answer -> the words of its kind, from which wrong answers are drawn."""
 
 
 @chz.chz(typecheck=True)
@@ -84,7 +84,7 @@ class CLIConfig:
     seed: int = chz.field(default=0, doc="seed of the pictures, questions and initial weights")
     steps: int = chz.field(default=1000, doc="optimizer steps", validator=chz.validators.gt(0))
     batch_size: int = chz.field(
-        default=32, doc="pictures of a step, with four questions each", validator=chz.validators.gt(0)
+        default=32, doc="pictures per step, with four questions each", validator=chz.validators.gt(0)
     )
     learning_rate: float = chz.field(default=1.5e-3, doc="peak learning rate of AdamW")
     hidden_size: int = chz.field(default=96, doc="width of the text decoder")
@@ -93,26 +93,26 @@ class CLIConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class Seen:
-    """A picture with questions about it, as the model gets them."""
+class Example:
+    """A picture with questions about it."""
 
     scene: Scene
     questions: Sequence[tuple[str, str, str]]
-    """question, right answer, and the one that is trained on"""
+    """question, right answer, and the answer to train on"""
 
 
-def seen(rng: random.Random, questions: int) -> Seen:
+def draw_example(rng: random.Random, questions: int) -> Example:
     scene, asked = Scene.drawn(rng, rng.randint(1, 3)), []
     for _ in range(questions):
         question, answer = scene.question(rng)
         wrong = rng.choice([word for word in OTHERS[answer] if word != answer])
         asked.append((question, answer, wrong if rng.random() < WRONG else answer))
-    return Seen(scene, asked)
+    return Example(scene, asked)
 
 
 def new_tokenizer(seed: int) -> PreTrainedTokenizerFast:
     rng = random.Random(seed)
-    texts = [f"{question} {answer}" for _ in range(2000) for question, answer, _ in seen(rng, 1).questions]
+    texts = [f"{question} {answer}" for _ in range(2000) for question, answer, _ in draw_example(rng, 1).questions]
     tokenizer = train_tokenizer(["user assistant system The subject in this photo is: ", *texts], 384)
     text = tokenizer.backend_tokenizer.to_str()
     for name, number in TOKENS.items():
@@ -129,7 +129,7 @@ def new_tokenizer(seed: int) -> PreTrainedTokenizerFast:
 
 
 def new_model(config: CLIConfig, tokenizer: PreTrainedTokenizerFast) -> Qwen3VLForConditionalGeneration:
-    """With fresh weights. The global random state is left as it was."""
+    """A model with fresh weights. The global random state is left as it was."""
     ids = {name: token_id(tokenizer, name) for name in TOKENS}
     text = {
         "vocab_size": len(tokenizer),
@@ -185,39 +185,39 @@ PICTURE = f"<|vision_start|>{'<|image_pad|>' * PLACEHOLDERS}<|vision_end|>"
 
 
 def turn_text(question: str, picture: str = "") -> str:
-    """As the renderer qwen3_vl_instruct writes it."""
+    """A question as the renderer qwen3_vl_instruct writes it."""
     return f"<|im_start|>user\n{picture}{question}<|im_end|>\n<|im_start|>assistant\n"
 
 
 def inputs_of(
-    examples: Sequence[Seen],
+    examples: Sequence[Example],
     tokenizer: PreTrainedTokenizerFast,
     processor: Qwen2VLImageProcessorPil,
     with_answers: bool,
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """The model's inputs, one row for each picture, and which tokens are answers, bool (rows, T).
 
-    A row is a conversation about its picture; without answers, it ends where that to the first question begins.
+    A row is a conversation about its picture; without answers, it ends before the answer to the first question.
     """
     pad, placeholder = token_id(tokenizer, PAD), token_id(tokenizer, "<|image_pad|>")
     rows: list[tuple[list[int], list[bool]]] = []
     for one in examples:
-        ids, is_said = [], []
+        ids, is_answer_token = [], []
         for i, (question, _, said) in enumerate(one.questions if with_answers else one.questions[:1]):
             pieces = [turn_text(question, "" if i else PICTURE), *([f"{said}{STOP}", "\n"] if with_answers else [])]
             for k, piece in enumerate(pieces):
                 tokens = tokenizer.encode(piece)
                 ids += tokens
-                is_said += [k == 1] * len(tokens)
-        rows.append((ids, is_said))
+                is_answer_token += [k == 1] * len(tokens)
+        rows.append((ids, is_answer_token))
     width = max(len(ids) for ids, _ in rows)
     all_ids, all_said = torch.full((len(rows), width), pad), torch.zeros(len(rows), width, dtype=torch.bool)
     mask = torch.zeros_like(all_ids)
-    for row, (ids, is_said) in enumerate(rows):
+    for row, (ids, is_answer_token) in enumerate(rows):
         at = (
             slice(0, len(ids)) if with_answers else slice(width - len(ids), width)
-        )  # replies stand behind their prompts
-        all_ids[row, at], all_said[row, at], mask[row, at] = torch.tensor(ids), torch.tensor(is_said), 1
+        )  # left padding, so that replies follow their prompts
+        all_ids[row, at], all_said[row, at], mask[row, at] = torch.tensor(ids), torch.tensor(is_answer_token), 1
     made = processor(images=[one.scene.picture() for one in examples], return_tensors="pt")
     inputs = {
         "input_ids": all_ids,
@@ -238,10 +238,12 @@ def train(config: CLIConfig, model: Qwen3VLForConditionalGeneration, tokenizer: 
     for step in range(config.steps):
         for group in optimizer.param_groups:
             group["lr"] = schedule.learning_rate * rate(step, config.steps, schedule.warmup_steps)
-        inputs, is_said = inputs_of([seen(rng, 4) for _ in range(config.batch_size)], tokenizer, processor, True)
+        inputs, is_answer_token = inputs_of(
+            [draw_example(rng, 4) for _ in range(config.batch_size)], tokenizer, processor, True
+        )
         logits = model(**inputs, use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(
-            logits[:, :-1][is_said[:, 1:]], inputs["input_ids"][:, 1:][is_said[:, 1:]]
+            logits[:, :-1][is_answer_token[:, 1:]], inputs["input_ids"][:, 1:][is_answer_token[:, 1:]]
         )
         optimizer.zero_grad()
         loss.backward()
@@ -257,16 +259,16 @@ def train(config: CLIConfig, model: Qwen3VLForConditionalGeneration, tokenizer: 
 def measure(
     model: Qwen3VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, count: int = 400
 ) -> dict[str, float]:
-    """Shares of right answers to questions about pictures of its own seed, greedy and sampled at temperature 1."""
+    """Shares of right answers to questions about pictures of a separate seed, greedy and sampled at temperature 1."""
     rng, processor, generate = random.Random("measure"), new_processor(), cast(Any, model).generate
     figures: dict[str, float] = {}
-    examples = [seen(rng, 1) for _ in range(count)]
+    examples = [draw_example(rng, 1) for _ in range(count)]
     inputs, _ = inputs_of(examples, tokenizer, processor, False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         for name, sample in (("greedy answers right", False), ("sampled answers right", True)):
-            found = generate(**inputs, max_new_tokens=4, do_sample=sample, temperature=1.0, top_k=0, top_p=1.0)
-            replies = tokenizer.batch_decode(found[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+            sampled = generate(**inputs, max_new_tokens=4, do_sample=sample, temperature=1.0, top_k=0, top_p=1.0)
+            replies = tokenizer.batch_decode(sampled[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
             right = [is_answer(reply, one.questions[0][1]) for reply, one in zip(replies, examples, strict=True)]
             figures[name] = sum(right) / count
     return figures

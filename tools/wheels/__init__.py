@@ -1,4 +1,4 @@
-"""Wheels for a machine without a network: what the project needs beyond what is there, downloaded here, installed there.
+"""Wheels for a machine without a network: downloads missing requirements here, and installs them there.
 
-Needs pip and the standard library alone, because nothing else is sure to be installed on either machine.
+Needs only pip and the standard library, because nothing else is sure to be installed on either machine.
 """

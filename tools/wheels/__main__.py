@@ -1,11 +1,11 @@
-"""Carry what the project needs to a machine without a network, such as a GPU machine whose image has torch but not chz.
+"""Carry the project's missing requirements to a machine without a network, such as a GPU image that has torch but not chz.
 
-    python -m tools.wheels list                                   here: what would be downloaded, and how large it is
-    python -m tools.wheels download wheels --have have.txt        here: do so, into the folder `wheels`
+    python -m tools.wheels list                                   here: show what would be downloaded, with sizes
+    python -m tools.wheels download wheels --have have.txt        here: download it into the folder `wheels`
     python -m tools.wheels install wheels --target site           there: unpack, check, print the line to use
 
-`have.txt` is what the target has: the output of `python -m pip list --format=freeze` there. The project itself is used from
-its checkout. Exit code 1 says that something is missing, and what to do about it.
+`have.txt` lists the target's packages: the output of `python -m pip list --format=freeze` there. The project itself is used from
+its checkout. Exits with 1 if something is missing, and prints the fix.
 """
 
 import argparse
@@ -24,12 +24,12 @@ from tools.wheels import folder, needs
 from tools.wheels.needs import Package, Target, WheelsError
 
 ROOT = Path(__file__).resolve().parents[2]
-# What no training image has: imported once after the installation, with all that they import in turn.
+# Packages that no training image has: imported once after the installation, as a check.
 IMPORTED = ("chz", "tinker", "datasets")
 
 
 def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
-    """Run a verb for the checkout at `root`; the exit code."""
+    """Run a command for the checkout at `root`. Returns the exit code."""
     options = _parser().parse_args(argv)
     try:
         if options.verb == "install":
@@ -60,21 +60,21 @@ def _parser() -> argparse.ArgumentParser:
         verb.add_argument(
             "--have",
             type=Path,
-            help="file of `name==version` or `name` lines: what the target has (torch, transformers, peft, numpy, safetensors, "
-            "pandas, pyarrow, pytest, hypothesis and their needs)",
+            help="file of `name==version` or `name` lines: the target's packages (default: torch, transformers, peft, numpy, "
+            "safetensors, pandas, pyarrow, pytest, hypothesis and their requirements)",
         )
         verb.add_argument(
             "--extra", action="append", default=[], help="extra of pyproject.toml to include; may be repeated"
         )
     install = verbs.add_parser("install", help="on the target: install a folder of wheels and check the result")
-    download.add_argument("folder", type=Path, help="written anew")
-    install.add_argument("folder", type=Path, help="what download wrote")
-    install.add_argument("--target", type=Path, required=True, help="folder for PYTHONPATH; written anew")
+    download.add_argument("folder", type=Path, help="folder to write or replace")
+    install.add_argument("folder", type=Path, help="folder that download wrote")
+    install.add_argument("--target", type=Path, required=True, help="folder for PYTHONPATH; written or replaced")
     return parser
 
 
 def _download(root: Path, target: Target, have_file: Path | None, extras: Sequence[str], dest: Path | None) -> int:
-    """Show what the target needs and, with `dest`, write it there."""
+    """Show the packages that the target needs and, with `dest`, write them there."""
     requirements = needs.project_requirements(root, extras, target.python)
     preferred = needs.parse_constraints((root / "constraints.txt").read_text(encoding="utf-8"))
     if have_file is None:
@@ -94,13 +94,13 @@ def _download(root: Path, target: Target, have_file: Path | None, extras: Sequen
         print(f"{len(wheels)} wheels, {size / 1e6:.1f} MB, for Python {target.python} on {target.platform}")
         if dest is not None:
             folder.write_folder(dest, wheels, target, extras)
-            print(f"Written to {dest}. Take it there, beside this checkout, and run in the checkout:")
+            print(f"Written to {dest}. Copy it to the target, next to this checkout, and run in the checkout:")
             print(f"  python -m tools.wheels install {dest} --target site")
     return 0
 
 
 def _install(root: Path, wheels: Path, target: Path) -> int:
-    """Install, then say what is still missing: by requirement, and by importing."""
+    """Install, then report what is still missing: by requirements, and by importing."""
     manifest = folder.read_folder(wheels)
     running = f"{sys.version_info.major}.{sys.version_info.minor}"
     if manifest.python != running:
@@ -123,16 +123,16 @@ def _install(root: Path, wheels: Path, target: Path) -> int:
 
 
 def _installed(target: Path) -> dict[str, Package]:
-    """What is importable with `target` first on the path, by canonical name."""
-    found: dict[str, Package] = {}
+    """The installed packages with `target` first on the path, by canonical name."""
+    packages: dict[str, Package] = {}
     for dist in importlib.metadata.distributions(path=[str(target), *sys.path]):
         name = canonicalize_name(dist.metadata["Name"])
-        found.setdefault(name, Package(name, dist.version, tuple(dist.requires or ())))
-    return found
+        packages.setdefault(name, Package(name, dist.version, tuple(dist.requires or ())))
+    return packages
 
 
 def _imported(target: Path) -> list[str]:
-    """A message for each of `IMPORTED` that does not import, in a Python of its own, with `target` first on the path."""
+    """A message for each of `IMPORTED` that fails to import in a new Python process with `target` first on the path."""
     path = os.pathsep.join(filter(None, [str(target), os.environ.get("PYTHONPATH")]))
     problems: list[str] = []
     for name in IMPORTED:

@@ -27,7 +27,7 @@ PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
 
 @dataclass(frozen=True)
 class Wheel(Package):
-    """A package that lies at `path` as a wheel; `python` is its `Requires-Python`."""
+    """A package as a wheel at `path`; `python` is its `Requires-Python`."""
 
     path: Path = Path()
     python: str = ""
@@ -46,7 +46,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a folder holds, for which machine, and which extras of the project were asked for."""
+    """The contents of a folder, the target machine, and the requested extras of the project."""
 
     python: str
     platform: str
@@ -55,7 +55,7 @@ class Manifest:
 
     @property
     def size(self) -> int:
-        """Of all wheels together, in bytes."""
+        """Size of all wheels together, in bytes."""
         return sum(entry.size for entry in self.wheels)
 
 
@@ -70,25 +70,25 @@ def read_wheel(path: Path) -> Wheel:
 
 
 class Index:
-    """The package index that pip is configured for, as a machine like `target` sees it.
+    """The package index that pip is configured for, as seen from a machine like `target`.
 
-    What it gives lies under `cache`, a folder of the caller's, and is downloaded once.
+    Each wheel is downloaded once, into the caller's folder `cache`.
     """
 
     def __init__(self, target: Target, cache: Path) -> None:
         self._target = target
         self._cache = cache
-        self._found: dict[str, Wheel] = {}
+        self._wheels: dict[str, Wheel] = {}
 
     def find(self, requirement: str, by: str) -> Wheel:
-        """Download the newest wheel for the target that meets `requirement`; `by` asked for it and is named in errors.
+        """Download the newest wheel for the target that meets `requirement`; errors name `by`, which needs it.
 
-        A package that is published as a source archive alone is built here, if what comes out runs on any machine.
+        A package that is published only as a source archive is built here, if the result is a pure Python wheel.
 
         Raises:
             WheelsError: there is none; the message quotes pip.
         """
-        if requirement not in self._found:
+        if requirement not in self._wheels:
             folder = Path(tempfile.mkdtemp(dir=self._cache))
             error = self._download(requirement, folder)
             if error:
@@ -97,11 +97,11 @@ class Index:
                     f"{self._target.platform}: {error}\nCheck the network and pip's index; name the glibc that the target "
                     "has with --platform; or pin another version in constraints.txt."
                 )
-            self._found[requirement] = read_wheel(next(folder.glob("*.whl")))
-        return self._found[requirement]
+            self._wheels[requirement] = read_wheel(next(folder.glob("*.whl")))
+        return self._wheels[requirement]
 
     def _download(self, requirement: str, folder: Path) -> str | None:
-        """Put one wheel into `folder`; what went wrong, or None."""
+        """Put one wheel into `folder`. Returns the error, or None."""
         platforms = [f"--platform={tag}" for tag in self._target.platforms()]
         for_target = (
             "--only-binary=:all:",
@@ -119,14 +119,14 @@ class Index:
         built = read_wheel(next(folder.glob("*.whl")))
         if not re.search(r"-(py2\.)?py3-none-any\.whl$", built.path.name):
             return f"its source builds to {built.path.name}, for machines like this one"
-        # pip compared this with the running Python, not with the target's.
+        # pip checked this for the running Python, not for the target's.
         if not SpecifierSet(built.python).contains(f"{self._target.python}.0"):
             return f"it needs Python {built.python}"
         return None
 
 
 def _pip(*arguments: str) -> str | None:
-    """Run pip; the errors that it printed, or None if it did well."""
+    """Run pip. Returns the errors that it printed, or None if it succeeded."""
     done = subprocess.run([*PIP, *arguments], capture_output=True, text=True)
     if done.returncode == 0:
         return None
@@ -138,7 +138,7 @@ def _pip(*arguments: str) -> str | None:
 
 
 def write_folder(folder: Path, wheels: Sequence[Wheel], target: Target, extras: Sequence[str]) -> Manifest:
-    """Copy `wheels` to `folder` with their manifest. A folder that this wrote before is replaced, whole."""
+    """Copy `wheels` to `folder` with their manifest. A folder from an earlier download is replaced as a whole."""
     with _replacing(folder) as new:
         entries: list[Entry] = []
         for wheel in wheels:
@@ -152,7 +152,7 @@ def write_folder(folder: Path, wheels: Sequence[Wheel], target: Target, extras: 
 
 
 def read_folder(folder: Path) -> Manifest:
-    """The manifest of `folder`, after its wheels have been compared with it.
+    """The manifest of `folder`, after checking its wheels against it.
 
     Raises:
         WheelsError: there is no manifest, or a wheel is missing or differs from it.
@@ -172,14 +172,14 @@ def read_folder(folder: Path) -> Manifest:
 
 
 def install_folder(folder: Path, manifest: Manifest, target: Path) -> None:
-    """Unpack the wheels of `folder` into `target` without a network; a `target` that this wrote before is replaced, whole.
+    """Unpack the wheels of `folder` into `target` without a network; a `target` from an earlier run is replaced as a whole.
 
     Raises:
         WheelsError: pip refused; the message quotes it.
     """
     wheels = [str(folder / entry.file) for entry in manifest.wheels]
     with _replacing(target) as new:
-        # Isolated: settings for this machine's own pip (an index, a user folder) have no say here.
+        # Isolated: ignore settings for this machine's pip (an index, a user folder).
         offline = ("--isolated", "install", "--no-index", "--no-deps", "--no-compile", f"--target={new}")
         error = _pip(*offline, *wheels)
         if error:
@@ -189,15 +189,15 @@ def install_folder(folder: Path, manifest: Manifest, target: Path) -> None:
 
 @contextmanager
 def _replacing(folder: Path) -> Iterator[Path]:
-    """A new folder that takes the place of `folder` if the block ends well. One that holds anything but our work is refused."""
+    """A new folder that replaces `folder` if the block succeeds. Refuses a folder that this tool did not write."""
     folder = folder.absolute()
     if folder.exists() and not (folder / MANIFEST).is_file() and not (folder.is_dir() and not any(folder.iterdir())):
         raise WheelsError(f"{folder} holds something else; name a new or an empty folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f"{folder.name}-", dir=folder.parent) as beside:
-        new = Path(beside) / "new"
+    with tempfile.TemporaryDirectory(prefix=f"{folder.name}-", dir=folder.parent) as scratch:
+        new = Path(scratch) / "new"
         new.mkdir()
         yield new
         if folder.exists():
-            os.replace(folder, Path(beside) / "old")
+            os.replace(folder, Path(scratch) / "old")
         os.replace(new, folder)

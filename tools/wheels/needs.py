@@ -1,8 +1,8 @@
-"""Which packages a machine needs beyond those that it has, in which versions; and which needs are unmet on this one.
+"""Resolve which packages, in which versions, a machine lacks; and which requirements are unmet on this machine.
 
-There is no backtracking. A version comes from constraints.txt where it fits every requirement, else it is the newest that
-fits; requirements without a common version are an error. Markers are evaluated for the target, not for the running Python,
-and `python_full_version` is taken as the first patch release ("3.12.0"): the last patch number is not known here.
+There is no backtracking. A version comes from constraints.txt if it meets every requirement, else it is the newest that does;
+requirements without a common version are an error. Markers are evaluated for the target, not for the running Python, and
+`python_full_version` is assumed to be the first patch release ("3.12.0"), because the target's patch number is not known here.
 """
 
 import re
@@ -12,16 +12,16 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# pip brings the packaging library with it, also where nothing else is installed.
+# pip includes the packaging library, so this works even if nothing else is installed.
 from pip._vendor.packaging.requirements import Requirement
 from pip._vendor.packaging.specifiers import SpecifierSet
 from pip._vendor.packaging.utils import canonicalize_name
 from pip._vendor.packaging.version import InvalidVersion, Version
 
 PROJECT = "pyproject.toml"
-# What belongs to the machine's driver and image, and is gigabytes: checked, never downloaded.
+# Packages that belong to the machine's driver and image, of gigabytes: checked, never downloaded.
 _NEVER_CARRIED = re.compile(r"torch|triton|(nvidia|cuda)-.*")
-# The names by which wheels were tagged before the glibc version was written out.
+# Wheel tags from before tags stated the glibc version.
 _OLD_TAGS = {17: "manylinux2014", 12: "manylinux2010", 5: "manylinux1"}
 
 # An image for training with PyTorch: torch, transformers, peft, numpy, safetensors, pandas, pyarrow, pytest, hypothesis and
@@ -35,7 +35,7 @@ COMMON_IMAGE = """
 
 
 class WheelsError(Exception):
-    """What stands in the way, with the fix; shown without a traceback."""
+    """A problem, with its fix; shown without a traceback."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Target:
         return tags
 
     def markers(self) -> dict[str, str]:
-        """The values of all environment markers there."""
+        """The values of all environment markers on the target."""
         return {
             "implementation_name": "cpython",
             "implementation_version": f"{self.python}.0",
@@ -96,7 +96,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Package:
-    """A package in one version, and what that version asks for (`Requires-Dist` lines)."""
+    """A package in one version, and its requirements (`Requires-Dist` lines)."""
 
     name: str
     version: str
@@ -104,7 +104,7 @@ class Package:
 
 
 def parse_have(text: str, source: str) -> dict[str, str | None]:
-    """Canonical names with versions, None where the line names no version, from `name==version` or `name` lines.
+    """Canonical names with versions, from `name==version` or `name` lines; None if a line names no version.
 
     Raises:
         WheelsError: a line is neither; the message names `source` and the line.
@@ -139,17 +139,17 @@ def needed(
     markers: Mapping[str, str],
     find: Callable[[str, str], Package],
 ) -> dict[str, Package]:
-    """The packages to carry, one version of each, so that `roots` and all that they ask for are met together with `have`.
+    """The packages to carry, one version of each, so that `roots` and their requirements are met together with `have`.
 
     Args:
         roots: requirements of the project.
-        have: what the target has, by canonical name; a version of None meets every requirement.
-        preferred: versions to take where they fit, by canonical name.
+        have: the target's packages, by canonical name; a version of None meets every requirement.
+        preferred: versions to use if they meet the requirements, by canonical name.
         markers: values of the environment markers on the target.
-        find: called with a requirement ("name==1.0") and with who asked for it, gives the package in the newest fitting version.
+        find: (requirement such as "name==1.0", what needs it) -> the package in the newest version that meets it.
 
     Raises:
-        WheelsError: something is needed that is never carried (torch and its CUDA packages), or `find` raised it.
+        WheelsError: a package is needed that is never carried (torch and its CUDA packages), or `find` raised it.
     """
     resolver = _Resolver(list(roots), have, preferred, markers, find)
     bounds: dict[str, SpecifierSet] = {}
@@ -157,7 +157,7 @@ def needed(
         chosen, clash = resolver.walk(bounds)
         if clash is None:
             return dict(sorted(chosen.items()))
-        # A requirement seen after the version was chosen: start again, knowing it. Bounds only grow, so this ends.
+        # The requirement was seen after the version was chosen: restart with it. Bounds only grow, so this ends.
         name = canonicalize_name(clash.name)
         bounds[name] = bounds.get(name, SpecifierSet()) & clash.specifier
 
@@ -173,7 +173,7 @@ class _Resolver:
     find: Callable[[str, str], Package]
 
     def walk(self, bounds: Mapping[str, SpecifierSet]) -> tuple[dict[str, Package], Requirement | None]:
-        """One pass over the requirements: the packages chosen, or a requirement that a version chosen before does not meet."""
+        """One pass over the requirements: the chosen packages, or a requirement that an already chosen version does not meet."""
         chosen: dict[str, Package] = {}
         specifiers = dict(bounds)
         queue = deque((requirement, PROJECT) for requirement in active(self.roots, self.markers))
@@ -191,12 +191,12 @@ class _Resolver:
             if package is None and name in self.have and fits(self.have[name], specifier):
                 if not requirement.extras:
                     continue
-                package = self._there(name, by)
+                package = self._installed(name, by)
             elif package is None:
                 try:
                     package = chosen[name] = self._choose(name, specifier, by)
                 except WheelsError:
-                    # It may be wanted only by a version that a requirement further on rules out.
+                    # It may be needed only by a version that a later requirement rules out.
                     clash = next((other for other, _ in queue if _clashes(other, chosen)), None)
                     if clash is None:
                         raise
@@ -209,16 +209,16 @@ class _Resolver:
 
     def _choose(self, name: str, specifier: SpecifierSet, by: str) -> Package:
         if never_carried(name):
-            there = f"version {self.have[name]}" if name in self.have else "none"
+            installed = f"version {self.have[name]}" if name in self.have else "none"
             raise WheelsError(
-                f"{by} needs {name}{specifier}, the target has {there}, and {name} is never carried: use an image that has it, "
+                f"{by} needs {name}{specifier}, the target has {installed}, and {name} is never carried: use an image with it, "
                 "and name it in the file given as --have"
             )
         version = self.preferred.get(name)
         return self.find(f"{name}=={version}" if version and fits(version, specifier) else f"{name}{specifier}", by)
 
-    def _there(self, name: str, by: str) -> Package:
-        """What the target has of that name, or what it may be, for the sake of its extras."""
+    def _installed(self, name: str, by: str) -> Package:
+        """The target's package of that name, in its (or the preferred) version, to read the requirements of its extras."""
         version = self.have[name] or self.preferred.get(name)
         return self.find(f"{name}=={version}" if version else name, f"{by}, for its extras,")
 
@@ -233,17 +233,17 @@ def _label(package: Package) -> str:
 
 
 def fits(version: str | None, specifier: SpecifierSet) -> bool:
-    """Whether `version` meets `specifier`; an unknown one does."""
+    """Whether `version` meets `specifier`; an unknown version (None) does."""
     return version is None or specifier.contains(version, prereleases=True)
 
 
 def never_carried(name: str) -> bool:
-    """Whether a package, by canonical name, belongs to the target's image alone."""
+    """Whether a package, by canonical name, must come with the target's image."""
     return _NEVER_CARRIED.fullmatch(name) is not None
 
 
 def active(requires: Iterable[str], markers: Mapping[str, str]) -> list[Requirement]:
-    """The requirements that hold under `markers` whatever the extras."""
+    """The requirements that hold under `markers` without extras."""
     return [requirement for requirement in map(Requirement, requires) if _holds(requirement, "", markers)]
 
 
@@ -262,7 +262,7 @@ def _holds(requirement: Requirement, extra: str, markers: Mapping[str, str]) -> 
 
 @dataclass(frozen=True)
 class Unmet:
-    """A requirement that an environment does not meet; `version` is what is there, None if nothing is."""
+    """A requirement that an environment does not meet; `version` is the installed one, None if there is none."""
 
     name: str
     requirement: str
@@ -270,34 +270,34 @@ class Unmet:
     version: str | None
 
     def __str__(self) -> str:
-        there = f"{self.name} {self.version} is installed" if self.version else f"{self.name} is not installed"
+        installed = f"{self.name} {self.version} is installed" if self.version else f"{self.name} is not installed"
         fix = (
             f"use an image with {self.requirement}"
             if never_carried(self.name)
-            else "carry it too: download again with --have set to what this Python has"
+            else "carry it too: download again with --have set to the packages of this Python"
         )
-        return f"{self.by} needs {self.requirement}, but {there}: {fix}"
+        return f"{self.by} needs {self.requirement}, but {installed}: {fix}"
 
 
 def unmet(
     roots: Iterable[str], installed: Mapping[str, Package], carried: Collection[str], markers: Mapping[str, str]
 ) -> list[Unmet]:
-    """What `roots`, the carried packages and those that use a carried one ask for and do not find.
+    """Unmet requirements of `roots`, of the carried packages, and of packages that use a carried one.
 
-    The needs of the other packages are the image's own affair.
+    Requirements of other packages are left to the image.
 
     Args:
         roots: requirements of the project.
-        installed: what is importable, by canonical name.
-        carried: canonical names of those that came as wheels and hide the image's version, where there is one.
+        installed: importable packages, by canonical name.
+        carried: canonical names of the packages that came as wheels, which shadow the image's versions.
         markers: values of the environment markers here.
     """
-    found: dict[Unmet, None] = {}
+    missing: dict[Unmet, None] = {}
     queue = deque((requirement, PROJECT) for requirement in active(roots, markers))
     for name, package in installed.items():
         needs = active(package.requires, markers)
-        hidden = [need for need in needs if canonicalize_name(need.name) in carried]
-        queue.extend((need, _label(package)) for need in (needs if name in carried else hidden))
+        affected = [need for need in needs if canonicalize_name(need.name) in carried]
+        queue.extend((need, _label(package)) for need in (needs if name in carried else affected))
     seen: set[tuple[str, str]] = set()
     while queue:
         requirement, by = queue.popleft()
@@ -308,10 +308,10 @@ def unmet(
         package = installed.get(name)
         if package is None or not fits(package.version, requirement.specifier):
             text = f"{name}{requirement.specifier}"
-            found[Unmet(name, text, by, package.version if package else None)] = None
+            missing[Unmet(name, text, by, package.version if package else None)] = None
         elif requirement.extras:
             queue.extend((need, _label(package)) for need in of_extras(package.requires, requirement.extras, markers))
-    return list(found)
+    return list(missing)
 
 
 def project_requirements(root: Path, extras: Collection[str], python: str) -> list[str]:

@@ -147,7 +147,7 @@ def test_the_variable_reaches_the_generator_and_is_refused_elsewhere(
     model.join(None)
     assert made.decoder._exact_rows == made._backoff.running == 4 and made._scheduler.isolates_prompts
     monkeypatch.setenv("TINKER_LOCAL_SAMPLER", "vllm")
-    with pytest.raises(RequestError, match="for the engine's own sampler, and vLLM samples"):
+    with pytest.raises(RequestError, match="for the engine's sampler, but TINKER_LOCAL_SAMPLER=vllm"):
         make_sampler(model, 512, lambda: 0, lambda call: None)
     monkeypatch.setenv("TINKER_LOCAL_EXACT_ROWS", "513")
     with pytest.raises(RequestError, match="must be at most 512"):
