@@ -1,4 +1,4 @@
-"""Re-exports what has other homes, for scripts that import this path."""
+"""Re-exports models/renderer.py and the modules of checkpoints, for scripts that import this path."""
 
 from tinker_cookbook.models.renderer import (
     RENDERER_NAME_METADATA_KEY,

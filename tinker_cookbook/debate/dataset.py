@@ -34,7 +34,7 @@ from tinker_cookbook.renderers import Renderer
 from tinker_cookbook.rl.types import EnvGroupBuilder
 
 MEASURED = ("no_debate", "with_key")
-"""Views of a debate that its judge can be measured on: the answers alone, and with the answer key beside them."""
+"""Views of a debate that its judge can be measured on: the answers alone, and the answers with the answer key."""
 
 
 @chz.chz(typecheck=True)
@@ -53,10 +53,10 @@ class DebateKeys(Judged, TurnKeys, judge=lambda: JudgeConfig(name="mock")):
     """How a task is debated, judged and trained on: keys of `Debates` and of recipes."""
 
     held_out_judge: JudgeConfig | None = chz.field(
-        default=None, doc="another judge of the same debates, which is measured and never trained on"
+        default=None, doc="another judge of the same debates, for measurement only"
     )
     measure: tuple[str, ...] = chz.field(
-        default=(), doc="what else the judge is shown, to be measured: no_debate (the answers alone), with_key"
+        default=(), doc="further views to measure the judge on: no_debate (the answers alone), with_key"
     )
     debate_train: DebateTrain = chz.field(
         default="rs_grpo", doc=f"who survives into training, and with which reward: {', '.join(MODES.names())}"
@@ -82,7 +82,7 @@ class DebateKeys(Judged, TurnKeys, judge=lambda: JudgeConfig(name="mock")):
 class DebateEnvironment(TaskEnvironment):
     """A task's items as groups for a protocol; the test set consists of answers only."""
 
-    max_tokens: int | None = chz.field(default=None, doc="longest turn, to tell which questions fit; None: no limit")
+    max_tokens: int | None = chz.field(default=None, doc="tokens per turn, to tell which questions fit; None: no limit")
     context_window: int | None = chz.field(default=None, doc="of the policy; None: no limit")
 
     @property
@@ -96,7 +96,7 @@ class DebateEnvironment(TaskEnvironment):
 
     def read(self, settings: DatasetSettings) -> tuple[Task, list[TaskItem], list[TaskItem]]:
         if settings.group_size % self.num_speakers:
-            raise ConfigurationError(_not_whole(settings.group_size, self.num_speakers))
+            raise ConfigurationError(_indivisible(settings.group_size, self.num_speakers))
         return super().read(settings)
 
     async def make_group(self, task: Task, settings: DatasetSettings) -> Callable[[Any, int, Place], EnvGroupBuilder]:
@@ -195,7 +195,7 @@ def _check_confidence(judge: JudgeConfig, protocol: ProtocolConfig) -> None:
         )
 
 
-def _not_whole(group_size: int, speakers: int) -> str:
+def _indivisible(group_size: int, speakers: int) -> str:
     if speakers == 2:
         return f"group_size={group_size} is odd, but a debate takes two rollouts; make num_rollouts / num_groups even"
     return (

@@ -10,8 +10,8 @@
 
 The last two have no judge; they are baselines for oversight (`debate.oversight`), which also has
 
-    consultancy_assigned  both seats answer; by turns of debates each argues for its own answer, or against the other's
-    bisection             each seat narrows down where the other's answer is wrong, in several speeches that nobody hears
+    consultancy_assigned  both seats answer; in alternate debates they argue for their own answer, or against the other's
+    bisection             each seat narrows down where the other's answer is wrong, in several speeches that stay unheard
     prover_estimator      each seat says how likely the steps of the other's answer are right
 
 Answers are proposed by the seats, or assigned: the right one and wrong ones, in an order that depends on the debate.
@@ -32,9 +32,9 @@ ProtocolName = Literal[
     "consultancy_assigned", "bisection", "prover_estimator",
 ]  # fmt: skip
 PROTOCOLS: tuple[ProtocolName, ...] = get_args(ProtocolName)[:5]
-"""With a judge of whole debates."""
+"""Protocols with a judge of whole debates."""
 OVERSIGHT: tuple[ProtocolName, ...] = ("debate", "consultancy", "direct", "self_consistency", "truth")
-"""With a judge of a single step, or none."""
+"""Protocols with a judge of single steps, or without a judge."""
 TWO_SIDED: tuple[ProtocolName, ...] = (
     "debate",
     "proposer_critic",
@@ -152,8 +152,8 @@ class ProtocolConfig:
         return "consultant" if self.name.startswith("consultancy") else "debater"
 
     def slots(self, speakers: tuple[Seat, ...], draw: int = 0) -> tuple[Slot, ...]:
-        """The slots in order. Answers are always given independently, whatever the order of the speeches. In an assigned
-        consultancy of oversight an even `draw` has its speakers argue for their own answers, and others go unheard.
+        """The slots in order. Answers are always given independently, whatever the order of the speeches. With
+        consultancy_assigned and an even `draw`, speakers argue for their own answers and do not hear each other.
         """
         critical = self.name == "proposer_critic"
         hears = self.name != "consultancy_assigned" or draw % 2 == 1
