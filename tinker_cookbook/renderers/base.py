@@ -1,4 +1,4 @@
-"""Re-exports what has other homes, for scripts that import this path."""
+"""Re-exports the other modules of this package, for scripts that import this path."""
 
 from tinker_cookbook.renderers.content import (
     PARSE_FAILURE_DETAIL_MAX_CHARS,
