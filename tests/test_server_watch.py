@@ -105,7 +105,7 @@ class TestAsk:
         ("code", "body", "problem", "answered"),
         [
             (404, b"", "HTTP 404", True),
-            (200, b"<html>", "something else than JSON", True),
+            (200, b"<html>", "does not answer with JSON", True),
             (503, b"", "HTTP 503", False),
         ],
     )
@@ -280,7 +280,7 @@ class TestKey:
     ) -> None:
         monkeypatch.setenv("TINKER_API_KEY", "tml-wrong")
         address = address_of(serve(401))
-        with pytest.raises(ConfigurationError, match=rf"^base_url={address} does not take the key in TINKER_API_KEY"):
+        with pytest.raises(ConfigurationError, match=rf"^base_url={address} rejects the key in TINKER_API_KEY"):
             backends.create_service_client("tinker", address)
 
     def test_other_answers_and_silence_say_nothing_of_the_key(

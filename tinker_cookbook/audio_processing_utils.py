@@ -34,7 +34,7 @@ def audio_part_to_input_audio(part: AudioPart) -> dict[str, Any]:
         )
     numbers = {key: number for key in ("num_frames", "sample_rate") if (number := part.get(key)) is not None}
     if len(numbers) == 1 or (audio_format != "wav" and not numbers):
-        raise DataFormatError(f"a part of format {audio_format} must provide both num_frames and sample_rate")
+        raise DataFormatError(f"a part of format {audio_format} must provide num_frames and sample_rate together")
     if any(number <= 0 for number in numbers.values()):
         raise DataFormatError(f"num_frames and sample_rate must be positive, got {numbers}")
     return {"data": base64.b64encode(data).decode(), "format": audio_format, **numbers}
