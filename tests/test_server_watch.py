@@ -231,7 +231,7 @@ class TestTheEndOfARun:
     def test_it_is_ended_and_told_why(self, clock: None, free_port: int, caplog: pytest.LogCaptureFixture) -> None:
         with pytest.raises(ServerLostError, match=r"^base_url=mine has not answered for server_timeout_seconds=7\.5"):
             self.run(7.5, forever, f"http://127.0.0.1:{free_port}")
-        assert "base_url=mine: given up after 8 s without an answer" in caplog.messages
+        assert "base_url=mine: gave up after 8 s without an answer" in caplog.messages
 
     def test_what_it_asks_on_its_way_out_is_cancelled_too(
         self, clock: None, free_port: int, monkeypatch: pytest.MonkeyPatch

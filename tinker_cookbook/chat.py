@@ -198,7 +198,7 @@ def converse(session: ChatSession, read: Callable[[], str | None], runner: async
             if not runner.run(session.take(line)):
                 return
         except KeyboardInterrupt:
-            session.console.print("(given up)", style="dim")
+            session.console.print("(cancelled)", style="dim")
 
 
 def _number(name: str, text: str, kind: type[Number]) -> Number:

@@ -357,14 +357,14 @@ def _after_the_fix(config_cls: type, is_usage: bool) -> str:
     else:
         has_key = chz.is_chz(config_cls) and _BEHAVIOR_KEY in chz.chz_fields(config_cls)
         then = f"run the same command again{f', with {_BEHAVIOR_KEY}=resume' if has_key else ''}"
-    return f"\n{RESUME_HINT} {log_path} are whole{saved}. With the cause mended, {then}"
+    return f"\n{RESUME_HINT} {log_path} are whole{saved}. After fixing the cause, {then}"
 
 
 def _saved(log_path: Path) -> str:
     try:
         record = get_last_checkpoint(log_path)
     except TinkerCookbookError:
-        return ""  # its own error was printed, or will be when the run is resumed
+        return ""  # its error was printed, or will be when the run is resumed
     return f"; the last checkpoint is {record.name}" if record is not None else ", without a checkpoint yet"
 
 

@@ -183,7 +183,7 @@ class ServerWatch:
         since, on_lost = self._since, self.on_lost
         if on_lost is not None and since is not None and time.monotonic() - since >= self.limit_seconds:
             self.on_lost = None
-            logger.error("%s: given up after %.0f s without an answer", self.name, time.monotonic() - since)
+            logger.error("%s: gave up after %.0f s without an answer", self.name, time.monotonic() - since)
             on_lost()
 
     def _in_use(self) -> bool:

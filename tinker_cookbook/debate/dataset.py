@@ -39,7 +39,7 @@ MEASURED = ("no_debate", "with_key")
 
 @chz.chz(typecheck=True)
 class TurnKeys:
-    """Who speaks in a debate, and what they are told."""
+    """Protocol and wording of a debate."""
 
     protocol: ProtocolConfig = chz.field(
         default_factory=ProtocolConfig,

@@ -187,8 +187,10 @@ class OversightProtocol(DebateProtocol):
             return transcript.narrowed(speaker).named
         _, *speeches = transcript.turns[speaker]
         task = require_steps(self.task, f"protocol={self.name}")
-        said = [task.step_of_speech(transcript.item, steps, speech.text) for speech in speeches if not speech.malformed]
-        named = [step for step in said if step is not None]
+        mentioned = [
+            task.step_of_speech(transcript.item, steps, speech.text) for speech in speeches if not speech.malformed
+        ]
+        named = [step for step in mentioned if step is not None]
         return named[-1] if named else None  # a rebuttal that names no step stands by the objection
 
     def metrics(self, members: Sequence[Member], trajectories_G: Sequence[Trajectory]) -> list[Metrics]:

@@ -172,7 +172,7 @@ def check_wording(texts: Mapping[str, str], name: str) -> None:
             count, right = text.count(placeholder), int(placeholder in wanted)
             if count != right:
                 how = "exactly once" if right else "nowhere"
-                raise ConfigurationError(f"{name}.{field} must hold {placeholder} {how}, found {count} times")
+                raise ConfigurationError(f"{name}.{field} must contain {placeholder} {how}, found {count} times")
 
 
 def judge_system_prompt(view: DebateView) -> str:

@@ -83,7 +83,7 @@ class ProtocolConfig:
     answers: Literal["proposed", "assigned"] = chz.field(
         default="proposed",
         doc="proposed: each seat answers for itself (an open consultancy); assigned: the right answer and wrong ones "
-        "(wrong_answers of a row, or answers to other questions) are given out",
+        "(wrong_answers of a row, or answers to other questions) are assigned to seats",
     )
     order: Literal["simultaneous", "sequential"] = chz.field(
         default="simultaneous", doc="of speeches: simultaneous, or sequential (each seat hears those before it)"
@@ -93,7 +93,7 @@ class ProtocolConfig:
     )
     seats: int = chz.field(default=2, doc=f"of a debate, 2 to {len(Seat)}; rollouts per debate")
     quotes: bool = chz.field(
-        default=False, doc="ask for <quote>...</quote> and tell the judge which quotes stand in the article"
+        default=False, doc="ask for <quote>...</quote> and tell the judge which quotes are in the article"
     )
 
     @chz.validate
@@ -173,5 +173,5 @@ def heard_before(slots: tuple[Slot, ...], seat: Seat, slot: int) -> tuple[Heard,
     """
     turns = [i for i in range(slot) if seat in slots[i].speakers]
     since = turns[-1] if turns else 0
-    told = [(other, i) for i in range(since, slot) if slots[i].is_heard for other in slots[i].speakers]
-    return tuple(Heard(other, i) for other, i in told if other is not seat)
+    turns_heard = [(other, i) for i in range(since, slot) if slots[i].is_heard for other in slots[i].speakers]
+    return tuple(Heard(other, i) for other, i in turns_heard if other is not seat)

@@ -232,7 +232,7 @@ def _of_folder(folder: Path) -> tuple[str, ...]:
         raise _unknown(str(folder), f"no renderer is known for the chat template of model_type {model_type!r}")
     opens_block = "<think>" in template.rpartition("add_generation_prompt")[2] and "enable_thinking" not in template
     if names[0].startswith("qwen3") and opens_block:
-        raise _unknown(str(folder), "its prompts open a think block, which no renderer does")
+        raise _unknown(str(folder), "its prompts open a think block, which no known renderer supports")
     return names
 
 

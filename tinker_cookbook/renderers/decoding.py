@@ -30,7 +30,7 @@ def special_token_id(tokenizer: TypedTokenizer, token: str) -> int:
     if len(ids) != 1:
         raise RendererError(
             f"the tokenizer {tokenizer.name_or_path!r} has no single id for the special token {token!r} "
-            f"(it encodes as {ids}); choose the renderer of the model's own family"
+            f"(it encodes as {ids}); choose the renderer of the model's family"
         )
     return ids[0]
 

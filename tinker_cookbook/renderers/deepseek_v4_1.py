@@ -210,7 +210,7 @@ def _declared(message: Message, at: int) -> list[object]:
         return [tool["function"] for tool in json.loads(ensure_text(message["content"]))]
     except (ValueError, TypeError, KeyError) as error:
         raise RendererError(
-            f'message {at} declares tools, and its content is no JSON list of {{"type": "function", "function": ...}}: '
+            f'message {at} declares tools, and its content is not a JSON list of {{"type": "function", "function": ...}}: '
             "take it from create_conversation_prefix_with_tools"
         ) from error
 
@@ -246,9 +246,7 @@ def _turn(row: list[Message], order: dict[str, int]) -> Message:
         for message in row
     ]  # fmt: skip
     if len({message.get("trainable") for message in row}) > 1:
-        raise RendererError(
-            "messages of the user and results of tools in a row are one turn: give all the same 'trainable'"
-        )
+        raise RendererError("consecutive user messages and tool results are one turn: give all the same 'trainable'")
     role = "tool" if len(results) == len(row) else "user"
     turn = Message(role=role, content="\n\n".join(texts))
     if "trainable" in row[0]:

@@ -147,7 +147,7 @@ class GptOssRenderer(FormatRenderer):
         if role in ("system", "developer"):
             if ctx.idx and _TOOLS_HEADING in text:
                 raise RendererError(
-                    f"message {ctx.idx} declares tools, but the system message, which comes first, has to speak of "
+                    f"message {ctx.idx} declares tools, but the system message, which comes first, has to mention "
                     "them: put what create_conversation_prefix_with_tools returns at the beginning"
                 )
             if not text:

@@ -115,7 +115,7 @@ class KimiK31ProRenderer(FormatRenderer):
         if role == "tool_declare":
             if ctx.idx:
                 raise RendererError(
-                    f"message {ctx.idx} declares tools, which stand at the beginning: put what "
+                    f"message {ctx.idx} declares tools, which belong at the beginning: put what "
                     "create_conversation_prefix_with_tools returns first"
                 )
             return _open("message", role="system", type="tool-declare"), [_TOOLS_PROMPT.format(text), *_ENDING]

@@ -96,7 +96,7 @@ class Llama3ToolsRenderer(Llama3Renderer):
         raw = "".join(call.raw_text for call in message.get("unparsed_tool_calls", []))
         if calls and (len(calls) > 1 or raw or ensure_text(message["content"]).strip()):
             raise RendererError(
-                f"message {ctx.idx}: in the Llama 3 format a call is a message of its own, without text and other calls; "
+                f"message {ctx.idx}: in the Llama 3 format a call is a separate message, without text and other calls; "
                 "give each a message"
             )
         if message["role"] != "assistant":

@@ -196,7 +196,7 @@ def _custom_renderer(name: str, tokenizer: Tokenizer, image_processor: object | 
     renderer = factory(tokenizer) if isinstance(factory, type) else factory(tokenizer, image_processor)
     if not isinstance(renderer, Renderer):
         raise ConfigurationError(
-            f"renderer_name={name!r} gave a {type(renderer).__name__}, no Renderer. {RENDERER_KIND.help()}"
+            f"renderer_name={name!r} gave a {type(renderer).__name__}, not a Renderer. {RENDERER_KIND.help()}"
         )
     if isinstance(factory, type):
         _set_image_processor(renderer, name, image_processor, "is made from a tokenizer alone")
