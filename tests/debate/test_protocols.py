@@ -220,7 +220,7 @@ class TestWording:
     )
     def test_a_wording_that_cannot_be_filled_in_is_refused(self, texts: dict[str, str], wrong: str) -> None:
         with pytest.raises(ConfigurationError) as error:
-            DebatePrompts().settle(texts)
+            DebatePrompts().resolve(texts)
         assert wrong in str(error.value)
 
     def test_a_question_that_holds_the_placeholder_is_refused(self) -> None:

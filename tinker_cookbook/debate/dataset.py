@@ -126,12 +126,12 @@ class Debates(DebateKeys, DebateEnvironment):
                 check_judge(judge)
                 _check_confidence(judge, self.protocol)
         task, train, test = super().read(settings)
-        self.prompts.settle(task.debate_prompts)
+        self.prompts.resolve(task.debate_prompts)
         self.mode.check(self.protocol, self.judge)
         if self.protocol.answers == "assigned":
             others = _references(task, train)
             for item in train:
-                wrong_answers(item, task.reference_answer(item), others, len(self.protocol.places) - 1)
+                wrong_answers(item, task.reference_answer(item), others, len(self.protocol.verdict_seats) - 1)
         return task, train, test
 
     @property
@@ -142,7 +142,7 @@ class Debates(DebateKeys, DebateEnvironment):
     @property
     def added_request(self) -> str:
         task = get_task(self.task, self.reward_fn)
-        return answer_request(self.protocol, self.prompts.settle(task.debate_prompts, self.protocol.seats))
+        return answer_request(self.protocol, self.prompts.resolve(task.debate_prompts, self.protocol.seats))
 
     async def make_protocol(self, task: Task, renderer: Renderer, seed: int) -> DebateProtocol:
         dialogue = make_dialogue(task, renderer, self.protocol, self.prompts, self.max_tokens, self.context_window)

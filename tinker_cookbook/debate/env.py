@@ -129,8 +129,8 @@ class DebateProtocol:
         answers: Sequence[str] = ()
         if self.config.answers == "assigned":
             right = self.task.reference_answer(item)
-            wrong = wrong_answers(item, right, self.wrong_answers, len(self.config.places) - 1)
-            answers = assign_answers(len(self.config.places), right, wrong, key, self.seed)
+            wrong = wrong_answers(item, right, self.wrong_answers, len(self.config.verdict_seats) - 1)
+            answers = assign_answers(len(self.config.verdict_seats), right, wrong, key, self.seed)
         transcript = Transcript(self.task, item, self.config, key, answers)
         await transcript.prepare()
         return transcript
@@ -179,7 +179,7 @@ class DebateProtocol:
 
     def rate_ranges(self) -> dict[str, tuple[float, float]]:
         """Metrics with a confidence interval, and their ranges."""
-        return rate_ranges(max(2, len(self.config.places)))
+        return rate_ranges(max(2, len(self.config.verdict_seats)))
 
 
 def make_dialogue(
@@ -194,7 +194,7 @@ def make_dialogue(
     `Dialogue.make`.
     """
     protocol = protocol or ProtocolConfig()
-    wording = (prompts or DebatePrompts()).settle(task.debate_prompts, protocol.seats)
+    wording = (prompts or DebatePrompts()).resolve(task.debate_prompts, protocol.seats)
     return Dialogue.make(task, renderer, protocol, wording, max_tokens, context_window)
 
 

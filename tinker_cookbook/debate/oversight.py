@@ -54,8 +54,8 @@ class Accepted(TrainingMode):
         accepted = bool(transcript.accepted(seat))
         if not self.pays_speeches:
             return [float(accepted and turn.kind == "answer") for turn in transcript.sampled_turns(seat)]
-        won = not transcript.accepted(seat.opponent) if transcript.objects else accepted
-        worth = transcript.earned.get(seat, float(won))
+        won = not transcript.accepted(seat.opponent) if transcript.speeches_object else accepted
+        worth = transcript.speech_rewards.get(seat, float(won))
         return [float(accepted) if turn.kind == "answer" else worth for turn in transcript.sampled_turns(seat)]
 
     def is_trained(self, transcript: Transcript, seat: Seat) -> bool:
@@ -136,7 +136,7 @@ class OversightProtocol(DebateProtocol):
             verdict = _holds(transcript.solution(seat) == most)
         else:
             verdict = await self._check_steps(transcript, seat, policy)
-        transcript.of_answers[seat] = verdict
+        transcript.answer_verdicts[seat] = verdict
 
     async def _check_steps(self, transcript: Transcript, seat: Seat, policy: TokenCompleter | None) -> Verdict:
         """A malformed answer is rejected. Otherwise it is accepted if all checked steps hold; a speaker that should have
@@ -147,7 +147,7 @@ class OversightProtocol(DebateProtocol):
         answer, *_ = transcript.turns[seat]
         steps = None if answer.malformed else task.steps(transcript.item, answer.text)
         if steps is None or not signal.has_judge:
-            transcript.earned |= {seat.opponent: 0.0} if signal.protocol == "prover_estimator" else {}
+            transcript.speech_rewards |= {seat.opponent: 0.0} if signal.protocol == "prover_estimator" else {}
             return _holds(steps is not None)
         *group, debate = transcript.key
         key = (*group, debate * self.config.num_speakers + seat)
@@ -155,7 +155,7 @@ class OversightProtocol(DebateProtocol):
         doubted: Doubted | None = None
         if signal.protocol == "prover_estimator":
             doubted = most_doubted(task, transcript.item, steps, transcript.turns[seat.opponent][-1], step_seed)
-            transcript.earned[seat.opponent] = WORST_SCORE
+            transcript.speech_rewards[seat.opponent] = WORST_SCORE
             chosen = [] if doubted is None else [doubted.step]
         elif signal.named:
             named = self._named(transcript, seat, steps)
@@ -163,9 +163,9 @@ class OversightProtocol(DebateProtocol):
         else:
             chosen = _draw_steps(steps, signal.checks, step_seed)
         if not chosen:
-            return _holds(transcript.objects)
+            return _holds(transcript.speeches_object)
         verdict = _holds(True)
-        spoken = None if not signal.named else "wrong" if transcript.objects else "right"
+        spoken = None if not signal.named else "wrong" if transcript.speeches_object else "right"
         for i, step in enumerate(chosen):
             checked = await task.check_step(transcript.item, answer.text, step)
             transcript.checked[seat] = [*transcript.checked.get(seat, []), checked]
@@ -177,12 +177,12 @@ class OversightProtocol(DebateProtocol):
                 break
         if doubted is not None:
             holds = verdict.winner is Winner.A
-            transcript.earned[seat.opponent] = estimator_score(doubted.estimate, holds, len(steps))
+            transcript.speech_rewards[seat.opponent] = estimator_score(doubted.estimate, holds, len(steps))
         return verdict
 
     def _named(self, transcript: Transcript, seat: Seat, steps: Sequence[Step]) -> Step | None:
         """The step of the seat's answer that its speaker named last."""
-        speaker = seat.opponent if transcript.objects else seat
+        speaker = seat.opponent if transcript.speeches_object else seat
         if isinstance(transcript, Dispute):
             return transcript.narrowed(speaker).named
         _, *speeches = transcript.turns[speaker]
@@ -220,7 +220,7 @@ class OversightProtocol(DebateProtocol):
         verdict = None if accepted is None else "accepted" if accepted else "rejected"
         words = None
         if checked is not None:
-            response = transcript.of_answers[seat].raw_response
+            response = transcript.answer_verdicts[seat].raw_response
             words = "\n".join([f"{checked.name}: {checked.claim}", *([response] if response else [])])
         return {
             **member_place(transcript, seat),
@@ -265,7 +265,7 @@ def _deciding_step(transcript: Transcript, seat: Seat) -> Step | None:
 
 
 def _record(transcript: Transcript, seat: Seat, place: int, signal: str) -> dict[str, Any]:
-    checked, verdict = _deciding_step(transcript, seat), transcript.of_answers[seat]
+    checked, verdict = _deciding_step(transcript, seat), transcript.answer_verdicts[seat]
     return {
         "protocol": signal,
         "instance_id": transcript.item.id,
@@ -290,7 +290,7 @@ def _metrics(transcript: Transcript, seat: Seat, has_judge: bool) -> Metrics:
     - debate/invalid: there is no verdict
     - debate/judge_calls, judge_prompt_tokens, judge_cost and others of endpoints.Usage: of an endpoint judge
     """
-    accepted, verdict = transcript.accepted(seat), transcript.of_answers.get(seat)
+    accepted, verdict = transcript.accepted(seat), transcript.answer_verdicts.get(seat)
     usage: Mapping[str, float] = {} if verdict is None else verdict.usage
     metrics: Metrics = {f"debate/judge_{name}": value for name, value in usage.items()}
     metrics["debate/invalid"] = float(accepted is None)
@@ -316,14 +316,14 @@ def _speech_metrics(transcript: Transcript, seat: Seat) -> Metrics:
       answer or against a wrong one
     - debate/estimator_score: for an estimator, instead of them, its reward (`dispute.estimator_score`)
     """
-    about = seat.opponent if transcript.objects else seat
+    about = seat.opponent if transcript.speeches_object else seat
     accepted = transcript.accepted(about)
     if accepted is None:
         return {}
-    if seat in transcript.earned:
-        return {"debate/estimator_score": transcript.earned[seat]}
-    side = "honest" if bool(transcript.correct(about)) != transcript.objects else "dishonest"
-    return {f"debate/{side}_wins": float(accepted != transcript.objects)}
+    if seat in transcript.speech_rewards:
+        return {"debate/estimator_score": transcript.speech_rewards[seat]}
+    side = "honest" if bool(transcript.correct(about)) != transcript.speeches_object else "dishonest"
+    return {f"debate/{side}_wins": float(accepted != transcript.speeches_object)}
 
 
 def _pair_metrics(members: Sequence[Member]) -> Metrics:

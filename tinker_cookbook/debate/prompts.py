@@ -156,7 +156,7 @@ class DebatePrompts:
     def _given(self) -> dict[str, str]:
         return {name: text for name in _TEXTS if (text := getattr(self, name)) is not None}
 
-    def settle(self, of_task: Mapping[str, str], seats: int = 2) -> Wording:
+    def resolve(self, of_task: Mapping[str, str], seats: int = 2) -> Wording:
         """Fill gaps with the task's wording, then the library's. Raises ConfigurationError for an invalid one."""
         check_wording(of_task, "Task.debate_prompts")
         return Wording(**{**(_OF_MANY if seats > 2 else {}), **of_task, **self._given})

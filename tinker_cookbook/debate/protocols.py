@@ -125,7 +125,7 @@ class ProtocolConfig:
         return 0 if self.name not in SPOKEN else DEFAULT_ROUNDS if self.rounds is None else self.rounds
 
     @property
-    def places(self) -> tuple[Seat, ...]:
+    def verdict_seats(self) -> tuple[Seat, ...]:
         """The seats of the verdict; one if it says whether an answer is right."""
         if self.name == "consultancy" and self.answers == "assigned":
             return (Seat.A, Seat.B)
@@ -140,7 +140,7 @@ class ProtocolConfig:
         """The seats that the policy speaks for. With assigned answers, `draw` picks whose consultant it is."""
         if self.name == "consultancy" and self.answers == "assigned":
             return (Seat(draw % 2),)
-        return self.places
+        return self.verdict_seats
 
     def role(self, seat: Seat, speakers: tuple[Seat, ...]) -> Role:
         if seat not in speakers or self.num_rounds == 0:

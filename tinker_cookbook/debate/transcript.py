@@ -51,7 +51,7 @@ class Transcript:
     ):
         self.task, self.item, self.key = task, item, key
         self.protocol = protocol or ProtocolConfig()
-        self.seats = self.protocol.places
+        self.seats = self.protocol.verdict_seats
         self.speakers = self.protocol.speakers(key[-1] if key else 0)
         self.slots = self.protocol.slots(self.speakers, sum(key))
         self.turns: dict[Seat, list[Turn]] = {seat: [] for seat in self.seats}
@@ -61,9 +61,9 @@ class Transcript:
         """verdicts for measurement only: held_out, no_debate, with_key"""
         self.checked: dict[Seat, list[Step]] = {}
         """oversight: the steps that the judge checked, by the seat of their answer"""
-        self.of_answers: dict[Seat, Verdict] = {}
+        self.answer_verdicts: dict[Seat, Verdict] = {}
         """oversight: the verdict on each answer; A: accepted, B: rejected"""
-        self.earned: dict[Seat, float] = {}
+        self.speech_rewards: dict[Seat, float] = {}
         """oversight: the reward of a seat's speeches, if they do more than win or lose"""
         self.judge_seconds = 0.0
         self.fits: bool | None = None
@@ -139,11 +139,11 @@ class Transcript:
 
     def accepted(self, seat: Seat) -> bool | None:
         """Under oversight, whether the seat's answer is accepted; None: there is no verdict."""
-        verdict = self.of_answers.get(seat)
+        verdict = self.answer_verdicts.get(seat)
         return None if verdict is None else {Winner.A: True, Winner.B: False}.get(verdict.winner)
 
     @property
-    def objects(self) -> bool:
+    def speeches_object(self) -> bool:
         """Under oversight, whether speeches are about the other seat's answer, not the speaker's own."""
         return len(self.speakers) == 2 and self.slots[0].is_heard
 
