@@ -41,4 +41,4 @@ def test_our_files_beside_theirs_warn(tmp_path: Path) -> None:
     beside = python(tmp_path, "-c", code)
     assert alone.stdout == beside.stdout == f"{tmp_path}/tinker_cookbook/__init__.py\n"
     assert alone.stderr == ""
-    assert "UserWarning: the distribution tinker-cookbook is installed beside this project" in beside.stderr
+    assert "UserWarning: the distribution tinker-cookbook is installed next to this project" in beside.stderr

@@ -245,7 +245,7 @@ class TestInterrupt:
 
         err = failure(capsys, target=target, code=1)
         assert f"error: {error}" in err and ("To resume:" in err) == resumes
-        again = "without a checkpoint yet. With the cause mended, run the same command again, with"
+        again = "without a checkpoint yet. After fixing the cause, run the same command again, with"
         assert (f"{again} behavior_if_log_dir_exists=resume\n" in err) == (not resumes)
 
     @pytest.mark.parametrize("checkpoint", [False, True])

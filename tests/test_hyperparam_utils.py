@@ -103,7 +103,7 @@ def test_states_are_as_large_as_those_that_the_engine_keeps(model_type: str, tmp
 
 def test_what_is_not_known_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(ConfigurationError, match=r"model_name='/no/such/folder'.*shapes are not known"):
+    with pytest.raises(ConfigurationError, match=r"model_name='/no/such/folder'.*shapes are unknown"):
         hyper.get_lr("/no/such/folder")
     with pytest.raises(ConfigurationError, match="lora_rank=0"):
         hyper.get_lora_param_count(TINY, 0)

@@ -116,9 +116,9 @@ def test_gpt_oss_goes_without_a_system_message_unless_told() -> None:
     ],
 )
 def test_a_near_relative_is_no_match(name: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"neither a local folder nor of a known family.*Pass renderer_name="):
+    with pytest.raises(ConfigurationError, match=r"neither a local folder nor in a known family.*Pass renderer_name="):
         get_recommended_renderer_names(name)
-    with pytest.raises(ConfigurationError, match="of no family that this library knows"):
+    with pytest.raises(ConfigurationError, match="belongs to no family that this library knows"):
         get_model_attributes(name)
 
 

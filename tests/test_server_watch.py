@@ -105,7 +105,7 @@ class TestAsk:
         ("code", "body", "problem", "answered"),
         [
             (404, b"", "HTTP 404", True),
-            (200, b"<html>", "something else than JSON", True),
+            (200, b"<html>", "does not answer with JSON", True),
             (503, b"", "HTTP 503", False),
         ],
     )
@@ -231,7 +231,7 @@ class TestTheEndOfARun:
     def test_it_is_ended_and_told_why(self, clock: None, free_port: int, caplog: pytest.LogCaptureFixture) -> None:
         with pytest.raises(ServerLostError, match=r"^base_url=mine has not answered for server_timeout_seconds=7\.5"):
             self.run(7.5, forever, f"http://127.0.0.1:{free_port}")
-        assert "base_url=mine: given up after 8 s without an answer" in caplog.messages
+        assert "base_url=mine: gave up after 8 s without an answer" in caplog.messages
 
     def test_what_it_asks_on_its_way_out_is_cancelled_too(
         self, clock: None, free_port: int, monkeypatch: pytest.MonkeyPatch
@@ -280,7 +280,7 @@ class TestKey:
     ) -> None:
         monkeypatch.setenv("TINKER_API_KEY", "tml-wrong")
         address = address_of(serve(401))
-        with pytest.raises(ConfigurationError, match=rf"^base_url={address} does not take the key in TINKER_API_KEY"):
+        with pytest.raises(ConfigurationError, match=rf"^base_url={address} rejects the key in TINKER_API_KEY"):
             backends.create_service_client("tinker", address)
 
     def test_other_answers_and_silence_say_nothing_of_the_key(

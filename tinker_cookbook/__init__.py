@@ -56,8 +56,8 @@ __all__ = [
 
 
 def _other_owners(folder: str) -> list[str]:
-    """The metadata folders of the distribution tinker-cookbook in `folder`, whose package has the name of this one."""
-    # One listing. Loading importlib.metadata takes more than all the rest of this import.
+    """The metadata folders in `folder` of the distribution tinker-cookbook, whose package has the same name as this one."""
+    # List the folder directly: importing importlib.metadata takes longer than the rest of this import.
     try:
         return [
             name for name in os.listdir(folder) if name.startswith("tinker_cookbook-") and name.endswith(".dist-info")
@@ -68,15 +68,15 @@ def _other_owners(folder: str) -> list[str]:
 
 if _other_owners(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))):
     warnings.warn(
-        "the distribution tinker-cookbook is installed beside this project and has files at the same paths, so that updating or "
-        "removing either breaks the other; run `pip uninstall tinker-cookbook`, then install this project again, or give it an "
-        "environment of its own",
+        "the distribution tinker-cookbook is installed next to this project and has files at the same paths, so updating or "
+        "removing either breaks the other; run `pip uninstall tinker-cookbook`, then install this project again, or give it a "
+        "separate environment",
         stacklevel=2,
     )
 
 
 def __getattr__(name: str) -> Any:
-    # Reading what is installed takes longer than all the rest of this import.
+    # Reading the installed metadata takes longer than the rest of this import.
     if name != "__version__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from tinker_cookbook.utils.git_rev import installed_version

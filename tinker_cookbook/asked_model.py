@@ -1,4 +1,4 @@
-"""A model that is asked: an OpenAI-compatible endpoint, or weights behind a renderer."""
+"""A frozen model to query: an OpenAI-compatible endpoint, or weights behind a renderer."""
 
 import chz
 
@@ -14,7 +14,7 @@ from tinker_cookbook.weights_config import AskedWeights
 class AskedModel(AskedWeights, AskConfig, max_tokens=512):
     """Exactly one of an endpoint and weights."""
 
-    DOCS = docs(weights="asked instead, if they are named: a base model, or a checkpoint of one")
+    DOCS = docs(weights="used instead of an endpoint, if named: a base model, or a checkpoint of one")
 
     async def open_completer(self, name: str, service: ServiceClient | None = None) -> MessageCompleter:
         """The model, called `name` in errors. `service` is the run's, as in WeightsConfig.open. Raises as `check`."""
@@ -30,7 +30,7 @@ class AskedModel(AskedWeights, AskConfig, max_tokens=512):
         return self.weights.base_model is not None or self.weights.load_checkpoint_path is not None
 
     def check(self, name: str, backend: str | None = None, base_url: str | None = None) -> None:
-        """Raises ConfigurationError unless exactly one of the two is named, and if it is invalid.
+        """Raises ConfigurationError unless exactly one of the two is named and it is valid.
 
         Args:
             backend, base_url: those of the run, as in WeightsConfig.check.

@@ -1,4 +1,4 @@
-"""Recordings in messages, as services take them. No renderer here has audio tokens."""
+"""Recordings in messages, in the form that services accept. No renderer here has audio tokens."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _SUFFIXES = {"wav": "wav", "wave": "wav", "x-wav": "wav", "mp3": "mp3", "mpeg": 
 
 
 def audio_part_to_input_audio(part: AudioPart) -> dict[str, Any]:
-    """The `input_audio` of a part: `data` in base64, `format`, and `num_frames` and `sample_rate` where the part says them.
+    """The `input_audio` of a part: `data` in base64, `format`, and `num_frames` and `sample_rate` if the part has them.
 
     Args:
-        part: its `audio` is encoded bytes, a path, a file:// address or a data URI; wav needs no numbers beside it.
+        part: its `audio` is encoded bytes, a path, a file:// address or a data URI; wav needs no num_frames and sample_rate.
 
     Raises:
-        DataFormatError: it is none of these, of a format that is not known, or its numbers are missing or not positive.
+        DataFormatError: it is none of these, its format is unknown, or its numbers are missing or not positive.
     """
     data, detected = _read(part["audio"])
     declared = part.get("format")
@@ -30,11 +30,11 @@ def audio_part_to_input_audio(part: AudioPart) -> dict[str, Any]:
     audio_format = declared or detected or ("wav" if isinstance(part["audio"], bytes) else None)
     if audio_format not in _SUFFIXES.values():
         raise DataFormatError(
-            f"format={audio_format!r}: must be wav, mp3 or flac; set `format` where the name does not tell"
+            f"format={audio_format!r}: must be wav, mp3 or flac; set `format` if the name does not show it"
         )
     numbers = {key: number for key in ("num_frames", "sample_rate") if (number := part.get(key)) is not None}
     if len(numbers) == 1 or (audio_format != "wav" and not numbers):
-        raise DataFormatError(f"a part of format {audio_format} must provide num_frames and sample_rate, both")
+        raise DataFormatError(f"a part of format {audio_format} must provide num_frames and sample_rate together")
     if any(number <= 0 for number in numbers.values()):
         raise DataFormatError(f"num_frames and sample_rate must be positive, got {numbers}")
     return {"data": base64.b64encode(data).decode(), "format": audio_format, **numbers}
@@ -54,12 +54,12 @@ def _read(source: object) -> tuple[bytes, str | None]:
             return base64.b64decode(payload, validate=True), _SUFFIXES.get(_mime(head).rpartition("/")[2])
         except ValueError as error:
             raise DataFormatError(f"audio: the data URI holds no base64 ({error})") from error
-    place = urlparse(source)
-    if place.scheme not in ("", "file") or place.netloc not in ("", "localhost"):
+    url = urlparse(source)
+    if url.scheme not in ("", "file") or url.netloc not in ("", "localhost"):
         raise DataFormatError(
             f"audio={source!r}: this library does not fetch remote audio URLs; give bytes, a path or a data URI"
         )
-    path = Path(unquote(place.path) if place.scheme else source).expanduser()
+    path = Path(unquote(url.path) if url.scheme else source).expanduser()
     return path.read_bytes(), _SUFFIXES.get(path.suffix.lower().removeprefix("."))
 
 

@@ -26,14 +26,15 @@ from tinker_cookbook.utils.lazy import LazyModule, transformers
 
 Backend = Literal["local", "tinker"]
 _REFUSED = (400, 401, 403, 404, 413, 422)
-"""HTTP statuses of what is wrong with the request itself, or with the key."""
+"""HTTP statuses for a wrong request or API key."""
 
 _ALIASES: dict[str, Backend] = {"local": "local", "tinker": "tinker", "api": "tinker"}
 _local_clients: weakref.WeakValueDictionary[str, object] = weakref.WeakValueDictionary()
 _remote_clients: weakref.WeakSet[Any] = weakref.WeakSet()
-"""The SDK's, until they are closed."""
+"""Open clients of the SDK."""
 _made: ContextVar[list[Any] | None] = ContextVar("made_service_clients", default=None)
-"""Those of the innermost `closing_clients`. Samplers keep a session and not its client, and only the client ends the session."""
+"""Clients made inside the innermost `closing_clients`. Samplers keep the session but not the client, and only the client can
+end the session."""
 
 shipped = LazyModule("tinker_local_backend.shipped")
 """The shipped models and data, and the default model."""
@@ -97,7 +98,7 @@ def check_backend(
     chosen = (backend, variables.read("TINKER_BACKEND"), os.environ.get("TINKER_LOCAL_BACKEND"))
     if variables.read("TINKER_BASE_URL") is not None and not any(chosen):
         raise ConfigurationError(
-            "TINKER_BASE_URL is set, but no backend is chosen, and the local engine has no use for it: set backend=tinker "
+            "TINKER_BASE_URL is set, but no backend is chosen, and the local engine does not use it: set backend=tinker "
             "to run there, or backend=local to run here"
         )
     _check_local_environment()
@@ -154,8 +155,8 @@ def leaves_experts(config: Any) -> bool:
 
 
 def state_bytes(model: Any, config: Any) -> int:
-    """What the local engine keeps of a sequence in layers with a state, given the (transformers) model, which may be on the
-    meta device, and its text config. Raises TypeError if that cannot be told from the model alone.
+    """Bytes of recurrent state that the local engine keeps per sequence, given the (transformers) model, which may be on the
+    meta device, and its text config. Raises TypeError if the model alone does not determine it.
     """
     from tinker_local_backend.engine.model.mixers import state_shapes
 
@@ -202,8 +203,7 @@ def create_service_client(
 
 
 def _close(clients: Sequence[Any], status: EndStatus) -> None:
-    """Tell servers that these clients are closed, so that they free models and samplers without waiting for the
-    heartbeat timeout.
+    """Close these clients' sessions, so that servers free models and samplers without waiting for the heartbeat timeout.
 
     Waits at most CLOSE_SECONDS; servers that do not answer, local clients and closed clients are skipped.
     """
@@ -215,7 +215,7 @@ def _close(clients: Sequence[Any], status: EndStatus) -> None:
         try:
             future.result(max(0.0, deadline - time.monotonic()))
         except Exception as error:
-            logger.debug("the server was not told that this client is done: %s: %s", type(error).__name__, error)
+            logger.debug("closing this client's session failed: %s: %s", type(error).__name__, error)
 
 
 def _is_remote(client: object) -> bool:
@@ -223,7 +223,7 @@ def _is_remote(client: object) -> bool:
 
 
 class _End:
-    """How a body ended."""
+    """How a block ended."""
 
     status: EndStatus = "errored"
 
@@ -359,7 +359,7 @@ def is_engine_error(error: BaseException) -> bool:
 
 
 def would_repeat(error: BaseException) -> bool:
-    """Whether an engine rejected the request, so that the same command fails again. Not a crash or a lost server."""
+    """Whether an engine rejected the request, so that the same command fails again. False for a crash or a lost server."""
     import tinker
 
     local = sys.modules.get("tinker_local_backend")
@@ -389,7 +389,7 @@ def is_checkpoint_error(error: BaseException) -> bool:
 
 
 def adapter_in_form(folder: Path, target: Path, base_model: str, for_vllm: bool) -> Path:
-    """The folder of an adapter with names that PEFT, or vLLM, reads: `folder`, or `target` if it had others.
+    """The folder of an adapter with tensor names that PEFT, or vLLM, reads: `folder`, or a converted copy in `target`.
 
     Raises LocalBackendError: the adapter cannot be read, or does not fit the base model.
     """

@@ -43,7 +43,7 @@ class ChatSettings:
     max_tokens: int = 512
     show_logprobs: bool = False
     seed: int | None = None
-    """None samples afresh each time; otherwise the same lines get the same replies"""
+    """None: random replies; otherwise the same lines get the same replies"""
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
@@ -67,7 +67,7 @@ async def answer(policy: Policy, messages: Sequence[Message], settings: ChatSett
 
     Args:
         messages: the whole conversation, including the system prompt.
-        number: number of earlier replies: with a seed each reply has its own random numbers.
+        number: number of earlier replies; with a seed, each reply has separate random numbers.
 
     Raises:
         ConfigurationError: the conversation leaves no room in the context.
@@ -121,7 +121,7 @@ class ChatSession:
         messages = [*self.messages, Message(role="user", content=text)]
         answered = await answer(self.policy, messages, self.settings, self.replies)
         reply, completion = answered.message, answered.completion
-        # Not earlier: a line without a reply must not stay in the conversation.
+        # Only now: a line without a reply must not stay in the conversation.
         self.messages = [*messages, reply]
         self.replies += 1
         self.console.print(
@@ -137,7 +137,7 @@ class ChatSession:
             self._show_logprobs(completion)
 
     def _show_logprobs(self, completion: TokensWithLogprobs) -> None:
-        """Every token with its logprob; the less likely, the redder."""
+        """Print every token with its logprob; less likely tokens are redder."""
         tokenizer = self.policy.renderer.tokenizer
         line = Text()
         for token, logprob in zip(completion.tokens, completion.logprobs, strict=True):
@@ -185,7 +185,7 @@ class ChatSession:
 def converse(session: ChatSession, read: Callable[[], str | None], runner: asyncio.Runner) -> None:
     """Handle lines until the user leaves or `read` returns None.
 
-    Ctrl-C during a reply cancels it and drops its line; while `read` waits, it leaves.
+    Ctrl-C during a reply cancels it and drops its line; while `read` waits, it ends the chat.
     """
     while True:
         try:
@@ -198,7 +198,7 @@ def converse(session: ChatSession, read: Callable[[], str | None], runner: async
             if not runner.run(session.take(line)):
                 return
         except KeyboardInterrupt:
-            session.console.print("(given up)", style="dim")
+            session.console.print("(cancelled)", style="dim")
 
 
 def _number(name: str, text: str, kind: type[Number]) -> Number:

@@ -43,7 +43,7 @@ ALIASES = {
     "sft_learning_rate": "sft.learning_rate",
     "rl_learning_rate": "learning_rate",
 }
-"""What other programs call a key -> the key. An alias counts where a config has the second and not the first."""
+"""Names of keys in other programs -> our keys. An alias applies if a config has the second and not the first."""
 
 RENAMED = {
     "grading": "env.grading",
@@ -81,7 +81,7 @@ RENAMED = {
     "judge_temperature": "judge.temperature",
     "streaming": "hub.streaming",
 }
-"""Keys of earlier versions -> their new names, where a config has the second and not the first. Command lines that use
+"""Keys of earlier versions -> their new names, if a config has the second and not the first. Command lines that use
 one end in an error with the new name; `python -m tools.migrate` rewrites them.
 """
 
@@ -109,7 +109,7 @@ FLAGS = {
     "--accept-require-parse": "accept_require_parse=true",
     "--no-proxy": "",
 }
-"""Flag of scripts/train.py -> key of a recipe; {} is its value. There is no proxy to leave out."""
+"""Flags of scripts/train.py -> keys of a recipe; {} is the value. --no-proxy has no equivalent."""
 
 _NOUNS = {
     "bool": ["true", "false"],
@@ -118,7 +118,7 @@ _NOUNS = {
     "NoneType": ["None"],
     "None": ["None"],
 }
-"""Of a type, what is typed."""
+"""Type name -> what a user may type."""
 
 
 class UnknownFlagError(ValueError):
@@ -126,19 +126,18 @@ class UnknownFlagError(ValueError):
 
 
 def help_text(config_cls: type, everything: bool = False) -> str:
-    """The keys of a config with their defaults, section by section: its own first, then those of its bases.
+    """The keys of a config with their defaults, section by section: those of the class first, then those of its bases.
 
     A section is a class; a field is listed under the first class that declared it, or under the class whose
     SHARED_KEYS contain it. A nested config that the class itself declares is shown key by key. A key is shown as
     `name=default`; one without a default is required.
 
     Args:
-        everything: also the contents of the sections after that class, and of nested configs; otherwise only their
-            names.
+        everything: also explain the keys of later sections and nested configs; otherwise only list their names.
     """
     fields, sections = chz.chz_fields(config_cls), _sections(config_cls)
     nested = {name: cls for name, field in fields.items() if (cls := nested_class(field)) is not None}
-    first = sections if everything else _first_sections(sections)
+    first = sections if everything else _leading_sections(sections)
     expanded = [name for name in inspect.get_annotations(config_cls) if name in nested]
     blocks: list[str] = []
     for owner, names in first.items():
@@ -168,7 +167,7 @@ def help_text(config_cls: type, everything: bool = False) -> str:
 
 
 def _sections(config_cls: type) -> dict[type, list[str]]:
-    """The names of the fields, grouped by their class in the help, in the order of the help."""
+    """Field names by the class that the help lists them under, in the order of the help."""
     classes = [cls for cls in config_cls.__mro__ if chz.is_chz(cls) and not is_group(cls)]
     shared_by = _shared_by(classes)
     loop = () if shared_by is None else tuple(cls for cls in shared_by.__mro__[1:] if chz.is_chz(cls))
@@ -200,7 +199,7 @@ def _shared_by(classes: Collection[type]) -> type | None:
     return next((cls for cls in classes if "SHARED_KEYS" in vars(cls)), None)
 
 
-def _first_sections(sections: Mapping[type, list[str]]) -> dict[type, list[str]]:
+def _leading_sections(sections: Mapping[type, list[str]]) -> dict[type, list[str]]:
     """The sections up to the class with the shared keys; all of them if there is none."""
     shared_by, by_class = _shared_by(sections), dict[type, list[str]]()
     for owner, names in sections.items():
@@ -222,7 +221,7 @@ def has_key(config_cls: type, key: str) -> bool:
 
 
 def canonical(config_cls: type, key: str) -> str:
-    """The key of a config that an alias stands for; other keys unchanged."""
+    """Resolve an alias to the config's key; other keys are unchanged."""
     alias = ALIASES.get(key)
     if alias is None or key in chz.chz_fields(config_cls):
         return key
@@ -247,7 +246,7 @@ def nested_class(field: Field) -> type | None:
 
 
 def _options(field: Field) -> list[Any]:
-    """The types of a field besides None."""
+    """The types of a field, without None."""
     is_union = typing.get_origin(field.final_type) in (typing.Union, types.UnionType)
     options = typing.get_args(field.final_type) if is_union else (field.final_type,)
     return [option for option in options if option is not type(None)]
@@ -257,7 +256,7 @@ def _nested_rows(prefix: str, config_cls: type, default: Any) -> Iterator[tuple[
     classes = [cls for cls in config_cls.__mro__ if chz.is_chz(cls) and not is_group(cls)]
     declared_by = {name: (at, i) for at, cls in enumerate(classes) for i, name in enumerate(_declared(cls))}
     fields = chz.chz_fields(config_cls)
-    for name in sorted(fields, key=declared_by.__getitem__):  # a config's own keys before those that it inherits
+    for name in sorted(fields, key=declared_by.__getitem__):  # a config's keys before inherited ones
         field = fields[name]
         value = getattr(default, name) if chz.is_chz(default) else default_of(field)
         inner = nested_class(field)
@@ -269,7 +268,7 @@ def _nested_rows(prefix: str, config_cls: type, default: Any) -> Iterator[tuple[
 
 def _row(key: str, field: Field, *value: Any) -> tuple[str, str]:
     default = value[0] if value else default_of(field)
-    # Where None means a documented default, showing "None" would be a second, wrong answer.
+    # If None stands for a documented default, showing "None" would be misleading.
     is_described = default is None and "default:" in doc_of(field)
     text = "" if isinstance(default, MISSING_TYPE) or is_described else _text(default)
     return f"{key}={text}", doc_of(field)
@@ -335,7 +334,7 @@ def what_is_no_value(config_cls: type, message: str) -> str | None:
 
 
 def _nouns(kind: str) -> list[str]:
-    """What to type for chz's name of a type, such as `int | None`; empty if that is no help."""
+    """What a user may type for chz's name of a type, such as `int | None`; empty if unknown."""
     literals = [name.strip("' ") for names in re.findall(r"Literal\[(.*?)\]", kind) for name in names.split(",")]
     rest = re.sub(r"Literal\[.*?\]", "", kind).removeprefix("Union[").removesuffix("]")
     names = [name for part in re.split(r"[,|]", rest) if (name := part.strip())]
@@ -386,7 +385,7 @@ def flags_to_keys(arguments: Sequence[str], flags: Mapping[str, str]) -> list[st
         if flag not in flags:
             if word.startswith("-") or not equals:
                 raise UnknownFlagError(
-                    f"{word!r} is not known; there are {', '.join(flags)}, and the recipe's own key=value"
+                    f"{word!r} is not known; there are {', '.join(flags)}, and the recipe's key=value"
                 )
             keys.append(word)
         elif "{}" not in flags[flag]:
@@ -404,7 +403,7 @@ def what_to_type(config_cls: type, arguments: Sequence[str], prog: str) -> str |
     """The line to type instead of one with flags, or the flags that the config has no key for; None: it has no flags."""
     fields = chz.chz_fields(config_cls)
     flags = dict(FLAGS)
-    # A key with leading hyphens is used unchanged.
+    # A key with leading hyphens is not a flag.
     words = [word for word in arguments if "=" not in word or next(_split([word]))[0].partition(".")[0] not in fields]
     for flag in (word.partition("=")[0] for word in words if word.startswith("--")):
         key = flag[2:].replace("-", "_")

@@ -66,7 +66,7 @@ EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
 
 RESUME_HINT = "The files in"
-"""How the lines begin that follow an error and say how to continue."""
+"""Start of the lines after an error that say how to continue."""
 _FOLDER_KEYS = ("log_path", "sweep_dir")
 _BEHAVIOR_KEY = "behavior_if_log_dir_exists"
 _RUN_FILES = ("run_metadata.json", "metrics.jsonl", "logs.log", "config.json")
@@ -106,7 +106,7 @@ def check_log_dir(log_dir: str | Path, behavior_if_exists: LogdirBehavior) -> No
 
 RUNS_DIR_ENV_VAR = "TINKER_COOKBOOK_RUNS_DIR"
 DEFAULT_RUNS_DIR = platformdirs.user_data_dir("tinker-cookbook")
-"""Where runs go that are given no path, unless that variable names another folder."""
+"""Folder of runs without a path, unless RUNS_DIR_ENV_VAR names another one."""
 
 
 def runs_path(*parts: str) -> str:
@@ -140,8 +140,8 @@ def run_recipe(
 
     Exit codes: 2 for a mistake in the command line, the config or the data; 1 for other deliberate errors of the
     library; 130 after Ctrl-C and 143 after SIGTERM, which schedulers send to end a job. Other exceptions pass through.
-    However a run ends that has opened its folder, the command to resume it is printed, unless that would end in the
-    same error: code 2, a request that the engine rejects, a failure of the user's code, or a completed run that
+    If a run that has opened its folder does not complete, the command to resume it is printed, unless that would end in
+    the same error: code 2, a request that the engine rejects, a failure of the user's code, or a completed run that
     trained nothing. With the environment variable TINKER_COOKBOOK_TRACEBACK=1 the traceback is printed too.
 
     Args:
@@ -194,7 +194,7 @@ def run_recipe(
             if any(isinstance(leaf, UntrainedRunError) for leaf in known):
                 resume = ""  # there is no step left that could train
             elif resume and (is_usage or all(would_repeat(leaf) or isinstance(leaf, RewardError) for leaf in known)):
-                resume = _once_mended(config_cls, is_usage)
+                resume = _after_the_fix(config_cls, is_usage)
             messages = ["\n  ".join([str(leaf), *getattr(leaf, "__notes__", [])]) for leaf in known]
             text = _as_typed(config_cls, arguments, "\nerror: ".join(messages))
             _fail(text + resume, EXIT_USAGE if is_usage else EXIT_FAILED, error)
@@ -203,13 +203,13 @@ def run_recipe(
 def parse(config_cls: type[T], arguments: Sequence[str]) -> T:
     """Build the config from `key=value` arguments.
 
-    A partial nested config (`advantage.scale=token`) keeps the other values of the default. KEY=NAME is short for
+    A partly given nested config (`advantage.scale=token`) keeps the other default values. KEY=NAME is short for
     KEY.name=NAME if KEY is a config with a name (`judge=lm`), and KEY.x for KEY_args.x if that is a field (`env.x=1`;
     env.x.y=1 is env_args={"x/y": 1}). A config class may have a class method `read_arguments(arguments)`, which
-    returns them under the names of the fields, and default values (from a file that they name).
+    returns the arguments with field names as keys, and default values (from a file that they name).
 
     Raises:
-        ConfigurationError: a removed key, or a duplicate one.
+        ConfigurationError: a renamed key, or a duplicate one.
         ValueError, TypeError: a value that the config rejects, or an argument that is not `key=value`.
         chz.blueprint exceptions: unknown keys, missing or unreadable values.
     """
@@ -233,7 +233,7 @@ def parse(config_cls: type[T], arguments: Sequence[str]) -> T:
 
 
 def _key_of(config_cls: type, typed: str, value: str) -> str:
-    """The key for a word on the command line. Raises ConfigurationError for a removed one."""
+    """The key for a word on the command line. Raises ConfigurationError for a renamed key."""
     fields = chz.chz_fields(config_cls)
     typed = canonical(config_cls, typed)
     head, dot, rest = typed.partition(".")
@@ -249,8 +249,8 @@ def _key_of(config_cls: type, typed: str, value: str) -> str:
 
 
 def _nested_defaults(config_cls: type, given: Collection[str]) -> dict[str, Any]:
-    """The fields of defaults that are configs, so that part of one can be overridden. An argument for the whole
-    overrides all of them. A default of None is left out where parts of it are given (`advantage.parts.correct=1`).
+    """Flatten defaults that are configs, so that single fields can be overridden. An argument for the whole config
+    overrides all of them. A default of None is left out if parts of it are given (`advantage.parts.correct=1`).
     """
 
     def is_given_in_parts(key: str) -> bool:
@@ -344,7 +344,7 @@ def _how_to_resume(config_cls: type, arguments: list[str], prog: str) -> str:
     return f"{RESUME_HINT} {log_path} are whole{_saved(log_path)}. To resume:\n  {prog} {shlex.join([*kept, *added])}"
 
 
-def _once_mended(config_cls: type, is_usage: bool) -> str:
+def _after_the_fix(config_cls: type, is_usage: bool) -> str:
     """Replaces the resume command if resuming would fail again; empty if there is nothing to resume and the error is a
     usage error, which says what to type.
     """
@@ -357,14 +357,14 @@ def _once_mended(config_cls: type, is_usage: bool) -> str:
     else:
         has_key = chz.is_chz(config_cls) and _BEHAVIOR_KEY in chz.chz_fields(config_cls)
         then = f"run the same command again{f', with {_BEHAVIOR_KEY}=resume' if has_key else ''}"
-    return f"\n{RESUME_HINT} {log_path} are whole{saved}. With the cause mended, {then}"
+    return f"\n{RESUME_HINT} {log_path} are whole{saved}. After fixing the cause, {then}"
 
 
 def _saved(log_path: Path) -> str:
     try:
         record = get_last_checkpoint(log_path)
     except TinkerCookbookError:
-        return ""  # its own error was printed, or will be when the run is resumed
+        return ""  # its error was printed, or will be when the run is resumed
     return f"; the last checkpoint is {record.name}" if record is not None else ", without a checkpoint yet"
 
 
@@ -424,7 +424,7 @@ def _delete_run(path: Path) -> None:
     is_run = any((path / name).exists() for name in _RUN_FILES) and not any(path.glob("*.safetensors"))
     if not is_run or path.is_symlink() or Path.cwd().is_relative_to(path.resolve()):
         raise ConfigurationError(
-            f"log_path={str(path)!r}: will not be deleted, because it does not look like the folder of a run (a folder "
-            f"of its own with one of {', '.join(_RUN_FILES)}). Remove it by hand or give another log_path"
+            f"log_path={str(path)!r}: will not be deleted, because it does not look like the folder of a run (a separate "
+            f"folder with one of {', '.join(_RUN_FILES)}). Remove it by hand or give another log_path"
         )
     shutil.rmtree(path)

@@ -31,11 +31,11 @@ class TokensWithLogprobs:
     maybe_logprobs: list[float] | None
     stop_reason: tinker.StopReason = "stop"
     sequence_id: str | None = None
-    """what the engine calls the sample, for provenance; None: the completer has no such name"""
+    """the engine's id of the sample, for provenance; None: the completer has none"""
     prompt_cache_hit_tokens: int = 0
-    """of the prompt, that the sampler had in its cache; 0 too where it does not say"""
+    """prompt tokens found in the sampler's cache; 0 also if it does not report them"""
     weight_versions: list[int] | None = None
-    """with in-flight weights: which published weights drew each token"""
+    """with in-flight weights: the published version that sampled each token"""
 
     @property
     def logprobs(self) -> list[float]:
@@ -81,7 +81,7 @@ class TinkerTokenCompleter(TokenCompleter):
         max_tokens: longest completion; a call may ask for less.
         context_window: if set, completions are limited so that prompt + completion fits, and a prompt that leaves no
             room raises ConfigurationError.
-        seed: None samples differently each time; otherwise call i of this completer always uses the same seed.
+        seed: None: random; otherwise call i of this completer always uses the same derived seed.
         top_k, top_p: sample from the k likeliest tokens (-1: all), from the likeliest with this total probability (1:
             all). Logprobs are those of the full distribution.
         min_p: sample from tokens with at least this fraction of the likeliest one's probability (0: all); local engine

@@ -1,4 +1,4 @@
-"""Download training checkpoints of the hosted service, which only serves files of exports, through an encrypted export.
+"""Download training checkpoints of the hosted service through an encrypted export: the service only serves exported files.
 
 The service encrypts the files (age, https://age-encryption.org) with a key made for one download. The export is
 removed afterwards, and expires within an hour in any case.
@@ -59,4 +59,6 @@ async def fetch_encrypted(
         try:
             await rest.delete_checkpoint_from_tinker_path(exported)
         except Exception:
-            logger.warning("%s could not be removed; it goes within %d seconds", exported, TTL_SECONDS, exc_info=True)
+            logger.warning(
+                "%s could not be removed; it expires within %d seconds", exported, TTL_SECONDS, exc_info=True
+            )

@@ -46,7 +46,7 @@ class EndpointConfig:
     """A model behind an OpenAI-compatible endpoint. The methods take the user's name for this config, for errors."""
 
     base_url: str | None = chz.field(
-        default=None, doc="address of the endpoint up to and with its version, such as http://127.0.0.1:8000/v1"
+        default=None, doc="address of the endpoint, including its version, such as http://127.0.0.1:8000/v1"
     )
     model: str | None = chz.field(
         default=None,
@@ -56,9 +56,9 @@ class EndpointConfig:
         default="OPENAI_API_KEY", doc="environment variable with the API key; None: the endpoint needs none"
     )
     max_concurrency: int = chz.field(
-        default=16, doc="requests at a time, of this process", validator=chz.validators.gt(0)
+        default=16, doc="concurrent requests of this process", validator=chz.validators.gt(0)
     )
-    timeout_seconds: float = chz.field(default=120.0, doc="of one attempt", validator=chz.validators.gt(0))
+    timeout_seconds: float = chz.field(default=120.0, doc="time limit of one attempt", validator=chz.validators.gt(0))
     max_retries: int = chz.field(default=5, doc="retries after a transient error", validator=chz.validators.ge(0))
     send_seed: bool = chz.field(
         default=True, doc="send a seed with each request; False for endpoints that refuse the field"
@@ -70,10 +70,10 @@ class EndpointConfig:
         default=None, doc="folder of cached replies: the same request is not sent again; None: no cache"
     )
     prompt_price: float = chz.field(
-        default=0.0, doc="of a million prompt tokens, for the metric `cost`", validator=chz.validators.ge(0)
+        default=0.0, doc="price of a million prompt tokens, for the metric `cost`", validator=chz.validators.ge(0)
     )
     completion_price: float = chz.field(
-        default=0.0, doc="of a million completion tokens, for the metric `cost`", validator=chz.validators.ge(0)
+        default=0.0, doc="price of a million completion tokens, for the metric `cost`", validator=chz.validators.ge(0)
     )
 
     @property
@@ -108,28 +108,26 @@ class EndpointConfig:
         return EndpointCompleter(self, name, max_tokens, temperature, seed)
 
     def key_for(self, name: str) -> str | None:
-        """The API key; None: the endpoint asks for none. Raises ConfigurationError if its variable is not set."""
+        """The API key; None: the endpoint needs none. Raises ConfigurationError if its variable is not set."""
         if self.api_key_variable is None:
             return None
         key = os.environ.get(self.api_key_variable)
         if not key:
             raise ConfigurationError(
                 f"{name}.api_key_variable={self.api_key_variable}: this environment variable is not set; export it, name "
-                f"another, or set {name}.api_key_variable=None for an endpoint that asks for no key"
+                f"another, or set {name}.api_key_variable=None for an endpoint that needs no key"
             )
         return key
 
 
 @chz.chz(typecheck=True)
 class AskConfig(LongestReply, Temperature, SamplingSeed, max_tokens=256, temperature=0.0):
-    """A model that is asked for something a program reads: a grade, or a verdict."""
+    """A model whose replies a program parses: grades or verdicts."""
 
-    DOCS = docs(seed="seed of its replies; what is asked is mixed in")
+    DOCS = docs(seed="seed of its replies; combined with the key of each request")
 
-    endpoint: EndpointConfig = chz.field(default_factory=EndpointConfig, doc="an endpoint that is asked")
-    max_retries: int = chz.field(
-        default=1, doc="how often an unreadable reply is asked for again", validator=chz.validators.ge(0)
-    )
+    endpoint: EndpointConfig = chz.field(default_factory=EndpointConfig, doc="the endpoint to query")
+    max_retries: int = chz.field(default=1, doc="retries after an unreadable reply", validator=chz.validators.ge(0))
 
     def open_endpoint(self, name: str) -> EndpointCompleter:
         """A completer for the endpoint of the config that the user calls `name`. Raises as EndpointConfig.check."""
@@ -165,7 +163,7 @@ class _Connections:
 
     def __init__(self, config: EndpointConfig):
         self._config = config
-        self._of_loop: weakref.WeakKeyDictionary[Any, tuple[httpx.AsyncClient, asyncio.Semaphore]] = (
+        self._by_loop: weakref.WeakKeyDictionary[Any, tuple[httpx.AsyncClient, asyncio.Semaphore]] = (
             weakref.WeakKeyDictionary()
         )
 
@@ -173,20 +171,20 @@ class _Connections:
         return _Connections, (self._config,)
 
     def here(self) -> tuple[httpx.AsyncClient, asyncio.Semaphore]:
-        """Those of the running event loop."""
+        """The client and semaphore of the running event loop."""
         loop = asyncio.get_running_loop()
-        if loop not in self._of_loop:
+        if loop not in self._by_loop:
             most = self._config.max_concurrency
             client = httpx.AsyncClient(
                 timeout=self._config.timeout_seconds, limits=httpx.Limits(max_connections=most), follow_redirects=True
             )
-            self._of_loop[loop] = client, asyncio.Semaphore(most)
-        return self._of_loop[loop]
+            self._by_loop[loop] = client, asyncio.Semaphore(most)
+        return self._by_loop[loop]
 
 
 @dataclass(eq=False)
 class EndpointCompleter(MessageCompleter):
-    """A policy over chat messages behind an endpoint. Picklable: the key is read where it is used.
+    """A policy over chat messages behind an endpoint. Picklable: the key is read at each request.
 
     Args:
         name: the user's name for the endpoint, for errors.
@@ -206,7 +204,7 @@ class EndpointCompleter(MessageCompleter):
     seed: int | None = None
     tools: list[dict[str, Any]] | None = None
     spent: Usage = field(default_factory=Usage)
-    """by the calls of this completer, not of its forks"""
+    """usage of this completer, without its forks"""
     _connections: _Connections | None = None
     _calls: int = 0
 
@@ -242,7 +240,7 @@ class EndpointCompleter(MessageCompleter):
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise EndpointError(
                 f"{self.name}: {self.config.base_url} (model {self.config.model!r}) answers without choices[0].logprobs; use an "
-                "endpoint that has top_logprobs, or do without the probabilities"
+                "endpoint that has top_logprobs, or turn the probabilities off"
             ) from error
         return _message(reply, self.name), tokens
 
@@ -261,20 +259,20 @@ class EndpointCompleter(MessageCompleter):
         self._calls += 1
         if seed is not None and self.config.send_seed:
             body["seed"] = seed
-        kept = self._kept(body, seed)
-        if kept is not None and kept.exists():
+        cache_file = self._cache_path(body, seed)
+        if cache_file is not None and cache_file.exists():
             self.spent.add(Usage(calls=1, cached=1))
-            stored = read_json_object(kept, "delete it, and the request is sent again")
+            stored = read_json_object(cache_file, "delete it, and the request is sent again")
             return stored["reply"]
         reply = await self._ask(body)
         _message(reply, self.name)  # an invalid reply is not cached
-        if kept is not None:
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            write_json(kept, {"request": body, "reply": reply})
+        if cache_file is not None:
+            cache_file.parent.mkdir(parents=True, exist_ok=True)
+            write_json(cache_file, {"request": body, "reply": reply})
         return reply
 
-    def _kept(self, body: dict[str, Any], seed: int | None) -> Path | None:
-        """The cache path of this request's reply. Another seed is another request, whether it is sent or not."""
+    def _cache_path(self, body: dict[str, Any], seed: int | None) -> Path | None:
+        """The cache path of this request's reply. The seed is part of the key, whether it is sent or not."""
         if self.config.cache_dir is None:
             return None
         identity = json.dumps([self.config.base_url, body, seed], sort_keys=True)
@@ -321,14 +319,17 @@ class EndpointCompleter(MessageCompleter):
         try:
             reply = response.json()
         except ValueError:
-            return None, f"answers something else than JSON: {response.text[:200]!r}", None
+            return None, f"does not answer with JSON: {response.text[:200]!r}", None
         return reply, "", 0.0
 
     def _spent_on(self, reply: dict[str, Any], retries: int) -> Usage:
         usage: dict[str, Any] = reply.get("usage") or {}
-        asked, completion_tokens = int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
-        cost = (asked * self.config.prompt_price + completion_tokens * self.config.completion_price) / 1e6
-        return Usage(1, 0, retries, asked, completion_tokens, cost)
+        num_prompt_tokens, completion_tokens = (
+            int(usage.get("prompt_tokens") or 0),
+            int(usage.get("completion_tokens") or 0),
+        )
+        cost = (num_prompt_tokens * self.config.prompt_price + completion_tokens * self.config.completion_price) / 1e6
+        return Usage(1, 0, retries, num_prompt_tokens, completion_tokens, cost)
 
 
 def _refusal(response: httpx.Response) -> str:

@@ -66,8 +66,8 @@ class RendererError(TinkerCookbookError, ValueError):
 
 
 class ImageError(DataFormatError, RendererError):
-    """A picture cannot be read, or the model cannot take one of its kind. The message names it, with message and part where
-    it is in a conversation.
+    """An image cannot be read, or the model does not support its kind. The message names it, and its message and part if it is
+    in a conversation.
     """
 
 
@@ -88,7 +88,7 @@ class UntrainedRunError(TrainingError):
 
 
 class GroupFailedError(TrainingError):
-    """A group of rollouts was given up: too few of its members succeeded. `errors` has the reasons
+    """A group of rollouts was dropped: too few of its members succeeded. `errors` has the reasons
     (list[RolloutError]).
     """
 
@@ -101,7 +101,7 @@ class GroupFailedError(TrainingError):
 
 
 class EpisodeFailedError(TrainingError):
-    """An episode that plays itself did not end validly; none of it may train."""
+    """An episode that runs itself did not end validly; none of it may train."""
 
 
 AllTrajectoriesFailedError = GroupFailedError

@@ -1,5 +1,5 @@
-"""Groups of fields that several configs have. A config inherits a group; where it has another default or more to say, it
-says so in its class statement (`utils.fields.Defaults`).
+"""Groups of fields that several configs share. A config inherits a group, and may change its defaults and docs in the class
+statement (`utils.fields.Defaults`).
 """
 
 from typing import Literal
@@ -23,7 +23,7 @@ class Seeded(FieldGroup):
 class SamplingSeed(FieldGroup):
     """A seed of replies."""
 
-    seed: int | None = chz.field(default=0, doc="seed of sampling; None samples afresh")
+    seed: int | None = chz.field(default=0, doc="seed of sampling; None: random")
 
 
 @chz.chz(typecheck=True)
@@ -54,7 +54,7 @@ class ModelKey(FieldGroup):
 
 @chz.chz(typecheck=True)
 class OptionalModelKey(FieldGroup):
-    """A base model, if one is named."""
+    """An optional base model."""
 
     model_name: str | None = chz.field(default=None, doc="base model: a directory or a hub id")
 
@@ -64,15 +64,16 @@ class RendererKey(FieldGroup):
     """How messages become tokens."""
 
     renderer_name: str | None = chz.field(
-        default=None, doc="how messages become tokens; default: as the checkpoint was trained, else the model's own"
+        default=None,
+        doc="how messages become tokens; default: the checkpoint's, else the one recommended for the model",
     )
 
 
 @chz.chz(typecheck=True)
 class NamedRenderer(FieldGroup):
-    """A renderer that has to be named."""
+    """A renderer without a default."""
 
-    renderer_name: str = chz.field(doc="name of the renderer, which makes tokens of messages")
+    renderer_name: str = chz.field(doc="name of the renderer, which turns messages into tokens")
 
 
 @chz.chz(typecheck=True)
@@ -107,15 +108,13 @@ class Temperature(FieldGroup):
 
 @chz.chz(typecheck=True)
 class Truncation(FieldGroup):
-    """Which tokens are sampled from."""
+    """Truncation of the sampling distribution."""
 
-    top_k: int = chz.field(default=-1, doc="sample from the k likeliest tokens alone; -1: from all")
-    top_p: float = chz.field(
-        default=1.0, doc="sample from the likeliest tokens that have this probability together; 1: all"
-    )
+    top_k: int = chz.field(default=-1, doc="sample from the k likeliest tokens only; -1: all")
+    top_p: float = chz.field(default=1.0, doc="sample from the likeliest tokens with this total probability; 1: all")
     min_p: float = chz.field(
         default=0.0,
-        doc="sample from the tokens with at least this share of the likeliest one's probability; 0: all (local engine)",
+        doc="sample from tokens with at least this fraction of the likeliest one's probability; 0: all (local engine)",
     )
 
 
@@ -135,7 +134,7 @@ class Epochs(FieldGroup):
 
 @chz.chz(typecheck=True)
 class Weighted(FieldGroup):
-    """One of several that share something."""
+    """One of several with relative weights."""
 
     weight: float = chz.field(
         default=1.0, doc="its share, relative to that of the others", validator=chz.validators.gt(0)
@@ -177,10 +176,10 @@ class GroupSizes(GroupsPerBatch, GroupSize, FieldGroup):
 
 @chz.chz(typecheck=True)
 class GradientClip(FieldGroup):
-    """A bound on the gradient."""
+    """Gradient clipping."""
 
     grad_clip_norm: float = chz.field(
-        default=0.0, doc="bound on the gradient norm; 0 means none", validator=chz.validators.ge(0)
+        default=0.0, doc="maximum gradient norm; 0: no clipping", validator=chz.validators.ge(0)
     )
 
 
@@ -207,7 +206,7 @@ class RunFolder(FieldGroup):
 
 @chz.chz(typecheck=True)
 class OptionalRunFolder(FieldGroup):
-    """The folder of a run, if one is named."""
+    """An optional folder of a run."""
 
     log_path: str | None = chz.field(
         default=None,
@@ -226,7 +225,7 @@ class BadRowKey(FieldGroup):
 
 @chz.chz(typecheck=True)
 class EvaluatedItems(FieldGroup):
-    """What an evaluator evaluates on, and what its metrics are called."""
+    """The items of an evaluator, and the name of its metrics."""
 
     name: str = chz.field(default="test", doc="prefix of the metrics")
     split: Literal["train", "test"] = chz.field(default="test", doc="which items of a task of this library")
@@ -236,11 +235,11 @@ class EvaluatedItems(FieldGroup):
 class ItemLimit(FieldGroup):
     """How many items are used."""
 
-    max_items: int = chz.field(default=100, doc="how many items at most", validator=chz.validators.gt(0))
+    max_items: int = chz.field(default=100, doc="maximum number of items", validator=chz.validators.gt(0))
 
 
 @chz.chz(typecheck=True)
 class TestDataset(FieldGroup):
-    """Test data of their own."""
+    """Separate test data."""
 
     test_dataset: str | None = chz.field(default=None, doc="held-out items, if the dataset has no test split")

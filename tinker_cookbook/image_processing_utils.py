@@ -1,7 +1,6 @@
-"""Image processors of models.
+"""Image processors of models, and images in the form that services accept.
 
-Also pictures in the form of services. They are read in `utils.pictures`; how one becomes part of a prompt is in
-`renderers.images`.
+`utils.pictures` reads images; `renderers.images` makes them part of a prompt.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 ImageProcessor: TypeAlias = Any
-"""An image processor of transformers, or what stands for one."""
+"""An image processor of transformers, or an equivalent of this module."""
 
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 GEMMA3_IMAGE_TOKENS = 256
@@ -38,7 +37,7 @@ GEMMA3_IMAGE_TOKENS = 256
 def get_image_processor(model_name: str) -> ImageProcessor:
     """The image processor of a model, by hub name or folder, cached. It computes with Pillow; torchvision is not needed.
 
-    For Kimi, whose processor is code of its own, it is a `KimiImageProcessor`, which counts tokens and no more.
+    For Kimi, whose processor is custom code, it is a `KimiImageProcessor`, which only counts tokens.
 
     Raises:
         ConfigurationError: there is no such folder, or no image processor in it.
@@ -50,7 +49,7 @@ def get_image_processor(model_name: str) -> ImageProcessor:
 @cache
 def _load_processor(source: str) -> ImageProcessor:
     pillow(f"the image processor of model_name={source!r}")
-    wanted = "a model that sees has a preprocessor_config.json or a processor_config.json beside its weights"
+    wanted = "a vision model has a preprocessor_config.json or a processor_config.json next to its weights"
     if Path(source).is_dir() and not any((Path(source) / name).exists() for name in _PROCESSOR_FILES):
         raise ConfigurationError(f"model_name={source!r}: there is no image processor in this folder; {wanted}")
     try:
@@ -71,16 +70,16 @@ def _load_processor(source: str) -> ImageProcessor:
 
 
 def _gemma3_tokens(source: str) -> int:
-    """Tokens of a picture, which only the file of the whole processor says."""
+    """Tokens per image, which only processor_config.json gives."""
     path = cast(Any, transformers.utils).cached_file(
         source, "processor_config.json", _raise_exceptions_for_missing_entries=False
     )
-    said: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
-    return said.get("image_seq_length", GEMMA3_IMAGE_TOKENS)
+    config: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
+    return config.get("image_seq_length", GEMMA3_IMAGE_TOKENS)
 
 
 class ImageProcessorOfModel:
-    """The image processor of a model, loaded when a picture first needs it: a text needs neither it nor Pillow."""
+    """The image processor of a model, loaded for the first image: text needs neither it nor Pillow."""
 
     def __init__(self, model_name: str) -> None:
         self.model_name = model_name
@@ -92,9 +91,9 @@ class ImageProcessorOfModel:
 
 
 class KimiImageProcessor:
-    """Counts the tokens of a picture as Kimi-K2.5's processor does, whose own code is not run.
+    """Counts the tokens of an image as Kimi-K2.5's processor does, without running its custom code.
 
-    A picture is scaled down, never up, until it has at most `in_patch_limit` patches and at most `patch_limit_on_one_side` on
+    An image is scaled down, never up, until it has at most `in_patch_limit` patches and at most `patch_limit_on_one_side` on
     a side, and is then padded to whole blocks of `merge_size` x `merge_size` patches, each of which is a token.
     """
 
@@ -112,7 +111,7 @@ class KimiImageProcessor:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> KimiImageProcessor | None:
-        """From a preprocessor_config.json, as released or in the form of transformers; None: of another model."""
+        """From a preprocessor_config.json, as released or in the form of transformers; None: the config of another model."""
         released = config.get("media_proc_cfg")
         if released is None and not str(config.get("image_processor_type")).startswith("Kimi_K25"):
             return None
@@ -144,7 +143,7 @@ class KimiImageProcessor:
         }
 
 
-# Pictures in the form of services ----------------------------------------------------------------------------------
+# Images in the form that services accept ----------------------------------------------------------------------------
 
 
 def image_to_data_uri(image: Image | str) -> str:

@@ -1,4 +1,4 @@
-"""What the local engine's sampling offers beyond the SDK's, and the refusal of it for a hosted client: min_p and constraints."""
+"""Sampling options of the local engine that the SDK lacks, min_p and constraints, and their errors for hosted clients."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.utils.extras import install_command
 from tinker_cookbook.utils.lazy import tinker
 
-_MIN_P_IS_LOCAL = (
-    "the hosted service does not offer it; leave it out (top_k and top_p are offered), or use backend=local"
-)
+_MIN_P_IS_LOCAL = "the hosted service does not offer it; leave it out (it has top_k and top_p), or use backend=local"
 
 
 def sampling_params(client: object, min_p: float, **fields: Any) -> Any:
-    """The SDK's sampling parameters; with `min_p` the local engine's, or ConfigurationError for a hosted client."""
+    """Sampling parameters: the SDK's, or the local engine's for `min_p` > 0. Raises ConfigurationError for a hosted client."""
     if min_p == 0:
         return tinker.SamplingParams(**fields)
     if _is_hosted(client):

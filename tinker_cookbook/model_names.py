@@ -61,7 +61,7 @@ RELEASED: dict[str, tuple[str, ...]] = {
     "thinkingmachines": _THINKINGMACHINES_NAMES,
     "nvidia": _NVIDIA_NAMES,
 }
-"""By organization on the hub, the text models of families that this library knows, as far as they have been listed."""
+"""Text models of known families, by organization on the hub; not a complete list."""
 
 HOSTED_MODELS = frozenset(
     [
@@ -76,7 +76,7 @@ HOSTED_MODELS = frozenset(
         *(f"nvidia/{name}" for name in _NVIDIA_NAMES),
     ]
 )
-"""Text models that the hosted service has offered. What it offers today, ServiceClient.get_server_capabilities says."""
+"""Text models that the hosted service has offered. ServiceClient.get_server_capabilities lists the current ones."""
 
 
 def did_you_mean(model_name: str, also: Iterable[str] = ()) -> str:

@@ -15,7 +15,7 @@ from tinker_cookbook.exceptions import RewardError, TinkerCookbookError
 from tinker_cookbook.utils.narrowing import is_list
 
 LONGEST = 100
-"""Characters that a value takes in a message."""
+"""Maximum characters of a value in a message."""
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = LONGEST

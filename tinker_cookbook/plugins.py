@@ -1,4 +1,4 @@
-"""Plugins by name (a judge, a reward, a task, a loss, ...): how a text on the command line becomes an object.
+"""Plugins by name (a judge, a reward, a task, a loss, ...): resolve text on the command line to objects.
 
 A text is a registered name, `package.module:object`, or `path/file.py:object`. From Python, pass the object itself.
 The object is checked before a model loads, and the error for a wrong one shows what is expected, with an example.
@@ -56,7 +56,7 @@ class Registry(Generic[T]):
 
     Args:
         kind: the kind of the plugins.
-        shipped: the library's own, by name.
+        shipped: the library's plugins, by name.
     """
 
     def __init__(self, kind: Kind, shipped: Mapping[str, T]):
@@ -104,7 +104,7 @@ def is_reference(text: str) -> bool:
 
 
 def full_reference(text: str) -> str:
-    """A name that works from any folder: in `path/file.py:object` the path is made absolute, other names are unchanged."""
+    """Make the path in `path/file.py:object` absolute, so that it works from any folder; other names are unchanged."""
     place, _, name = text.rpartition(":")
     if not (place.endswith(".py") and is_reference(text)):
         return text
@@ -146,7 +146,7 @@ def what_failed(error: Exception) -> str:
     """The error of an import, and the line of the imported code that raised it."""
     frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     is_importlib = [str(file).startswith("<frozen importlib") for file, _ in frames]
-    below = frames[is_importlib.index(True) :] if any(is_importlib) else []  # which runs the imported code
+    below = frames[is_importlib.index(True) :] if any(is_importlib) else []  # importlib runs the imported code
     places = [f" ({file.name}, line {line})" for file, line in below if not str(file).startswith("<")]
     return f"{type(error).__name__}: {error}{places[-1] if places else ''}"
 
@@ -190,7 +190,7 @@ def takes_keyword(function: Any, names: tuple[str, ...], keyword: str) -> bool:
 
 
 def parameter_problem(function: Any, names: tuple[str, ...], keyword: str | None = None) -> str | None:
-    """What is wrong with a function that will get as many positional arguments as `names`; None: nothing.
+    """The problem with a function that will be called with as many positional arguments as `names`; None: none.
 
     `keyword` is an optional keyword argument.
     """
@@ -205,5 +205,5 @@ def parameter_problem(function: Any, names: tuple[str, ...], keyword: str | None
     try:
         signature.bind(*names)
     except TypeError:
-        return f"takes {signature}, and will be called with ({', '.join(names)})"
+        return f"takes {signature}, but will be called with ({', '.join(names)})"
     return None

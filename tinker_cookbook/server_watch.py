@@ -27,13 +27,13 @@ logger = logging.getLogger(__name__)
 
 HEALTH_ROUTE = "/api/v1/healthz"
 GUARDED_ROUTE = "/api/v1/get_server_capabilities"
-"""Answers only those who have a key."""
+"""A route that requires a key."""
 CANCEL_AGAIN_SECONDS = 2.0
-"""A run that ends may call the lost server once more."""
+"""Cancel again after so long: cleanup may call the lost server once more."""
 INTERVAL_SECONDS, ANSWER_SECONDS = 2.0, 2.5
-"""Together less than 5: how long a dead server can go unnamed."""
+"""Polling interval and timeout: together below 5 s, the time until a dead server is reported."""
 FIRST_REPEAT_SECONDS, LAST_REPEAT_SECONDS = 10.0, 60.0
-"""Seconds between two lines about the same silence; the pause doubles each time."""
+"""Seconds between two reports of the same outage; doubles each time."""
 
 
 def server_address(base_url: str | None) -> tuple[str, str]:
@@ -49,24 +49,21 @@ def server_address(base_url: str | None) -> tuple[str, str]:
 
 
 def ask(address: str) -> tuple[str | None, bool]:
-    """The problem of the server at this address (None: none), and whether it answered at all."""
+    """Poll the server at this address: its problem (None: none), and whether it answered at all."""
     try:
         request = urllib.request.Request(address + HEALTH_ROUTE, headers={"User-Agent": "tinker-cookbook-local"})
         with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as answer:
             json.loads(answer.read(1 << 16))
         return None, True
     except urllib.error.HTTPError as error:
-        if error.code in (
-            401,
-            403,
-        ):  # it guards this route too; the requests themselves show whether the key is right
+        if error.code in (401, 403):  # this route needs a key too; requests will show whether the key is right
             return None, True
         return f"HTTP {error.code} from {HEALTH_ROUTE}", error.code < 500
     except (urllib.error.URLError, HTTPException, OSError) as error:
         reason = getattr(error, "reason", None) or error
         return f"{type(reason).__name__}: {reason}" if isinstance(reason, Exception) else str(reason), False
     except ValueError:
-        return f"{HEALTH_ROUTE} answers something else than JSON", True
+        return f"{HEALTH_ROUTE} does not answer with JSON", True
 
 
 def check_key(address: str, name: str, key: str) -> None:
@@ -80,7 +77,7 @@ def check_key(address: str, name: str, key: str) -> None:
     except urllib.error.HTTPError as error:
         if error.code in (401, 403):
             raise ConfigurationError(
-                f"{name} does not take the key in TINKER_API_KEY (HTTP {error.code}); export one of that server's"
+                f"{name} rejects the key in TINKER_API_KEY (HTTP {error.code}); export a key of that server"
             ) from None
     except (urllib.error.URLError, HTTPException, OSError):
         return
@@ -130,7 +127,7 @@ async def ended_when_lost(client: object, limit_seconds: float) -> AsyncGenerato
     except BaseException as error:
         if not cancelled:
             raise
-        # Whatever the body did on cancellation, this is why it ended.
+        # Whatever the body raised on cancellation, this is the cause.
         raise ServerLostError(
             f"{watch.name} has not answered for server_timeout_seconds={limit_seconds:g}. What was saved is on the server; start "
             "it again, and the run with the same command (behavior_if_log_dir_exists=resume)"
@@ -146,7 +143,7 @@ async def ended_when_lost(client: object, limit_seconds: float) -> AsyncGenerato
 class ServerWatch:
     """Polls in a thread for as long as the client or a session that it opened is in use.
 
-    A server whose answers are not those of a Tinker server is reported until it answers correctly once.
+    A server that does not answer like a Tinker server is reported until it answers correctly once.
     """
 
     def __init__(self, address: str, name: str, client: object):
@@ -176,9 +173,9 @@ class ServerWatch:
             problem, answered = ask(self._address)
             self._is_known = self._is_known or problem is None
             if problem is None or (answered and self._is_known):
-                self._well()
+                self._on_success()
             else:
-                self._ill(problem, answered, asked)
+                self._on_failure(problem, answered, asked)
                 self._give_up()
             time.sleep(INTERVAL_SECONDS)
 
@@ -186,7 +183,7 @@ class ServerWatch:
         since, on_lost = self._since, self.on_lost
         if on_lost is not None and since is not None and time.monotonic() - since >= self.limit_seconds:
             self.on_lost = None
-            logger.error("%s: given up after %.0f s without an answer", self.name, time.monotonic() - since)
+            logger.error("%s: gave up after %.0f s without an answer", self.name, time.monotonic() - since)
             on_lost()
 
     def _in_use(self) -> bool:
@@ -198,13 +195,13 @@ class ServerWatch:
                 self._users.append(weakref.ref(session))
         return any(user() is not None for user in self._users)
 
-    def _well(self) -> None:
+    def _on_success(self) -> None:
         if self._since is not None:
             logger.warning("%s answers again after %.0f s", self.name, time.monotonic() - self._since)
         self._since, self._tries = None, 0
         self._next_report, self._pause = float("-inf"), FIRST_REPEAT_SECONDS
 
-    def _ill(self, problem: str, answered: bool, asked: float) -> None:
+    def _on_failure(self, problem: str, answered: bool, asked: float) -> None:
         self._since = asked if self._since is None else self._since
         self._tries += 1
         now = time.monotonic()

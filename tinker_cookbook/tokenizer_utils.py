@@ -35,8 +35,8 @@ _made: dict[str, Tokenizer] = {}
 
 
 def get_tokenizer(model_name: str) -> Tokenizer:
-    """The tokenizer of a model, cached by name. For the gated models of Llama 3 it is the ungated mirror, and their
-    own only if that is not available.
+    """The tokenizer of a model, cached by name. For the gated Llama 3 models it is the ungated mirror, and the
+    gated one only if that is not available.
 
     Raises ConfigurationError when the name is a path that does not exist, or when Hugging Face cannot load it.
     """
@@ -93,7 +93,7 @@ class SupportsEncodeOrdinary(Protocol):
 
 
 class TypedTokenizer(Protocol):
-    """What transformers leaves untyped of a Tokenizer."""
+    """The part of a Tokenizer that transformers leaves untyped."""
 
     name_or_path: str
 
@@ -105,7 +105,7 @@ class TypedTokenizer(Protocol):
 
 
 def typed(tokenizer: TypedTokenizer) -> TypedTokenizer:
-    """The same tokenizer, of which a type checker sees only what has types."""
+    """The same tokenizer, with types."""
     return tokenizer
 
 
@@ -132,7 +132,9 @@ def _from_hugging_face(name: str) -> Tokenizer:
         try:
             return load(_UNGATED)
         except (OSError, ValueError) as error:
-            logger.info("%s cannot be loaded (%s); trying that of %s itself", _UNGATED, first_line(error), name)
+            logger.info(
+                "%s cannot be loaded (%s); trying the tokenizer of %s itself", _UNGATED, first_line(error), name
+            )
     try:
         return load(name)
     except (OSError, ValueError) as error:

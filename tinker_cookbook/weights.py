@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 Format = Literal["adapter", "vllm", "merged"]
-"""`adapter`: what PEFT loads. `vllm`: an adapter, with names of routed experts that vLLM reads. `merged`: a whole model."""
+"""`adapter`: for PEFT. `vllm`: an adapter whose routed experts have the names that vLLM reads. `merged`: a whole model."""
 
 T = TypeVar("T")
 
@@ -85,7 +85,7 @@ async def export(
         base_model: the base model's location; None: the name in the checkpoint's run.
         dtype: for merged models, of the saved weights; None: that of the base model.
         log_path: the run's folder, for the config and the metrics in the model card.
-        as_saved: with format="adapter", keep the names of an archive's tensors, which are not PEFT's in hosted ones.
+        as_saved: with format="adapter", keep the archive's tensor names; those of the hosted service are not PEFT's.
 
     Raises:
         ConfigurationError: an invalid format or dtype, or an output that must not be overwritten.
@@ -144,7 +144,7 @@ async def download_adapter(service: ServiceClient, model_path: str, folder: Path
             _adapter_files({path.name: path for path in folder.iterdir()}, model_path)
     else:
         raise WeightsDownloadError(
-            f"{model_path}: the server hands out no sampler weights ({why}), but external weights; save them with "
+            f"{model_path}: the server offers no sampler weights ({why}), only external weights; save them with "
             "training_client.save_weights_external(name) and give that path"
         )
     _name_base_model(folder, base_model)
@@ -160,7 +160,7 @@ def _name_base_model(folder: Path, base_model: str) -> None:
 def model_card(model_path: str, base_model: str, format: Format, log_path: str | Path | None = None) -> str:
     """A README.md: what the weights are, how to load them, and the config and metrics from the run's folder.
 
-    The metrics are each one's first and last logged value.
+    Metrics show their first and last logged values.
     """
     config = _run_config(log_path)
     recipe = config.get("recipe_name")
@@ -241,7 +241,7 @@ def _fetch(url: str, target: Path, model_path: str) -> None:
     except (OSError, HTTPException) as error:
         why = getattr(error, "reason", None) or error
         raise WeightsDownloadError(f"{model_path}: its archive could not be fetched ({why}); try again") from error
-    if stated is not None and int(stated) != size:  # read() takes a broken connection for the end
+    if stated is not None and int(stated) != size:  # read() treats a broken connection as the end
         raise WeightsDownloadError(f"{model_path}: only {size} of {stated} bytes arrived; try again")
 
 
@@ -252,8 +252,8 @@ def _fetch_files(urls: Mapping[str, str], folder: Path, model_path: str) -> None
 
 
 def _fetch_into(folder: Path, model_path: str, urls: Mapping[str, str]) -> dict[str, Path]:
-    """Download files into a folder and return their paths. Only the last part of a name is used, so that none leaves
-    the folder.
+    """Download files into a folder and return their paths. Only the last component of a name is used, so that no path
+    escapes the folder.
     """
     files = {name: folder / Path(name).name for name in urls}
     for name, url in urls.items():
@@ -317,7 +317,7 @@ def build_lora_adapter(
 ) -> None:
     """Write a downloaded adapter to `output_path`, with the base model's name in its config, for PEFT and vLLM.
 
-    It is copied if its names are those of PEFT's linears; routed experts, and hosted names, become those that vLLM reads.
+    It is copied if it has PEFT's names of linear layers; routed experts and hosted names are renamed for vLLM.
     Raises ConfigurationError for an output that exists, and WeightsAdapterError for a folder without an adapter, or with one
     that does not fit the base model.
     """
@@ -435,7 +435,7 @@ def publish_to_hf_hub(
     if not folder.is_dir():
         raise FileNotFoundError(f"model_path={model_path!r}: there is no such folder")
     if model_card is not None and (folder / CARD_BASE_NAME).exists():
-        logger.warning("%s stays as it is; remove it for a card of model_card", folder / CARD_BASE_NAME)
+        logger.warning("%s is kept; remove it to write a card from model_card", folder / CARD_BASE_NAME)
     elif model_card is not None:
         card = generate_model_card(config=model_card, repo_id=repo_id, model_path=str(folder))
         write_text(folder / CARD_BASE_NAME, str(card))

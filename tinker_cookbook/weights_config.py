@@ -1,8 +1,8 @@
 """Weights in configs: a base model or a checkpoint, checked and opened in one place.
 
 Every model that a run uses but does not train comes from here: the reference of a KL penalty or of DPO, a teacher, a
-judge, a preference model, the answerer of a game, the policy of a chat or a benchmark. A checkpoint of another base
-model than the named one is rejected before any weights load.
+judge, a preference model, the answerer of a game, the policy of a chat or a benchmark. A checkpoint whose base
+model is not the named one is rejected before any weights load.
 """
 
 import logging
@@ -45,7 +45,7 @@ class Origin:
 
     base_model: str
     renderer_name: str | None
-    """the renderer that a checkpoint was trained with; None: a base model, or its run did not say"""
+    """the renderer that a checkpoint was trained with; None: a base model, or its run did not record one"""
 
 
 def same_model(one: str, other: str) -> bool:
@@ -66,7 +66,7 @@ async def find_origin(
         path: the checkpoint (tinker://...).
         base_model: the base model that it must belong to; None: any.
         renderer_name: the renderer that will be used with it, if any.
-        name: the user's name for these weights, to begin errors with.
+        name: the user's name for these weights; errors begin with it.
 
     Raises:
         ConfigurationError: the checkpoint belongs to another base model.
@@ -108,7 +108,7 @@ class WeightsConfig(RendererKey, ServiceKeys):
 
     base_model: str | None = chz.field(
         default=None,
-        doc="base model: a directory, a hub id, or tiny_chat (shipped); None: the checkpoint's own",
+        doc="base model: a directory, a hub id, or tiny_chat (shipped); None: the checkpoint's",
         munger=lambda self, name: None if name is None else shipped_model(name),
     )
     load_checkpoint_path: str | None = chz.field(
@@ -125,7 +125,7 @@ class WeightsConfig(RendererKey, ServiceKeys):
             ConfigurationError: no weights are named, the checkpoint has no sampler weights, no such model or backend.
         """
         self._check_named(name)
-        if self._has_own_place:
+        if self._names_service:
             backend, base_url = self.backend, self.base_url
         backends.check_backend(backend, self.base_model, base_url, field=name)
 
@@ -158,7 +158,7 @@ class WeightsConfig(RendererKey, ServiceKeys):
         return Policy(self.load_checkpoint_path or model, client, renderer, renderer_name, model, context)
 
     @property
-    def _has_own_place(self) -> bool:
+    def _names_service(self) -> bool:
         return self.backend is not None or self.base_url is not None
 
     def _check_named(self, name: str) -> None:
@@ -173,7 +173,7 @@ class WeightsConfig(RendererKey, ServiceKeys):
 
     async def _find(self, name: str, service: ServiceClient | None) -> tuple[ServiceClient, Origin]:
         """The service that has the weights, and their base model and renderer."""
-        if service is None or self._has_own_place:
+        if service is None or self._names_service:
             self.check(name)
             service = backends.create_service_client(self.backend, self.base_url)
         else:
@@ -190,9 +190,9 @@ class WeightsConfig(RendererKey, ServiceKeys):
 
 @chz.chz(typecheck=True)
 class AskedWeights(FieldGroup):
-    """Weights that are asked for a verdict."""
+    """Frozen weights to query."""
 
-    weights: WeightsConfig = chz.field(default_factory=WeightsConfig, doc="the model that is asked")
+    weights: WeightsConfig = chz.field(default_factory=WeightsConfig, doc="the model to query")
 
 
 @chz.chz(typecheck=True)
@@ -210,7 +210,7 @@ class Scorer(WeightsConfig):
 
 @chz.chz(typecheck=True)
 class ScorerConfig(Scorer):
-    """The same, of a base model that is named."""
+    """A Scorer with a required base model."""
 
     base_model: str = chz.field(
         doc="base model: a directory, a hub id, or tiny_chat (shipped)", munger=lambda self, name: shipped_model(name)

@@ -131,7 +131,7 @@ def test_an_injection_is_a_plain_value(renderer: Renderer) -> None:
 @pytest.mark.parametrize("count", [0, 2])
 @pytest.mark.parametrize("field", ["rebuttal", "closing"])
 def test_a_wording_holds_the_opponent_exactly_once(field: str, count: int) -> None:
-    with pytest.raises(ValueError, match=f"prompts.{field} must hold .* exactly once, found {count} times"):
+    with pytest.raises(ValueError, match=f"prompts.{field} must contain .* exactly once, found {count} times"):
         DebatePrompts(**{field: f"hear: {OPPONENT * count}"})
 
 

@@ -172,7 +172,7 @@ class TestControls:
 
     def test_an_unknown_signal(self) -> None:
         with pytest.raises(
-            ConfigurationError, match="protocol=duel is not a signal of oversight; use debate, consultancy"
+            ConfigurationError, match="protocol=duel is not an oversight signal; use debate, consultancy"
         ):
             play("duel", [[RIGHT]])
 

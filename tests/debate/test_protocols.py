@@ -213,14 +213,14 @@ class TestWording:
         ("texts", "wrong"),
         [
             ({"rebutal": "{opponent}"}, "Task.debate_prompts.rebutal is unknown; use confidence, rebuttal"),
-            ({"closing": "nothing"}, "closing must hold {opponent} exactly once, found 0 times"),
-            ({"support": "{opponent}"}, "support must hold {opponent} nowhere, found 1 times"),
-            ({"assigned": "{answer}"}, "assigned must hold {others} exactly once"),
+            ({"closing": "nothing"}, "closing must contain {opponent} exactly once, found 0 times"),
+            ({"support": "{opponent}"}, "support must contain {opponent} nowhere, found 1 times"),
+            ({"assigned": "{answer}"}, "assigned must contain {others} exactly once"),
         ],
     )
     def test_a_wording_that_cannot_be_filled_in_is_refused(self, texts: dict[str, str], wrong: str) -> None:
         with pytest.raises(ConfigurationError) as error:
-            DebatePrompts().settle(texts)
+            DebatePrompts().resolve(texts)
         assert wrong in str(error.value)
 
     def test_a_question_that_holds_the_placeholder_is_refused(self) -> None:

@@ -119,5 +119,5 @@ class TestEdges:
             score(logs, [1.0, 0.0], "log")  # type: ignore[arg-type]
         with pytest.raises(DataValidationError, match="3 targets for 2 choices"):
             score(logs, [1.0, 0.0, 0.0], "brier")
-        with pytest.raises(DataValidationError, match="give as many, at least one"):
+        with pytest.raises(DataValidationError, match="give equally many, at least one"):
             decision_loss([], [], "brier")

@@ -136,5 +136,5 @@ class TestJudge:
         check_judge(self.config())
         with pytest.raises(ConfigurationError, match="every vote of a decision is the same"):
             self.config(votes=3)
-        with pytest.raises(ConfigurationError, match="only language models tell their"):
+        with pytest.raises(ConfigurationError, match="only language models give"):
             self.config(soft=True)

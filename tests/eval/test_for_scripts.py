@@ -172,7 +172,7 @@ def test_a_folder_is_uploaded_with_a_card(
     for _ in range(2):
         url = weights.publish_to_hf_hub(model_path=str(tmp_path), repo_id="me/m", token="t", model_card=card)
         assert url == "https://hub.test/me/m"
-    assert "license: mit" in (tmp_path / "README.md").read_text() and "stays as it is" in caplog.text
+    assert "license: mit" in (tmp_path / "README.md").read_text() and "is kept" in caplog.text
     made = {"repo_id": "me/m", "repo_type": "model", "private": True, "exist_ok": True}
     assert calls[:3] == ["t", made, {"folder_path": str(tmp_path), "repo_id": "me/m", "repo_type": "model"}]
     with pytest.raises(FileNotFoundError, match="no such folder"):

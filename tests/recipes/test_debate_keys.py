@@ -79,7 +79,7 @@ def test_a_held_out_judge_with_its_own_weights_and_what_else_is_measured() -> No
         (("protocol.seats=3",), "try num_rollouts=72"),
         (("measure=truth",), "measure=truth is unknown; use no_debate, with_key"),
         (("judge=confidence", "protocol.answers=assigned", "debate_train=judge"), "no debater states a confidence"),
-        (("prompts.closing=no",), "prompts.closing must hold {opponent} exactly once"),
+        (("prompts.closing=no",), "prompts.closing must contain {opponent} exactly once"),
         (("judge=mock", "judge.soft=true"), "use judge.name=lm, live, endpoint"),
     ],
 )

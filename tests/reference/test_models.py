@@ -64,7 +64,7 @@ def test_every_model_of_the_tables_is_counted_without_the_hub(monkeypatch: pytes
     assert set(RECORDED) < set(names)
     for name in names:
         assert hyperparam_utils.get_lora_param_count(name, 1) > hyperparam_utils.get_hidden_size(name)
-    with pytest.raises(ConfigurationError, match="shapes are not known"):
+    with pytest.raises(ConfigurationError, match="shapes are unknown"):
         hyperparam_utils.get_lr("nobody/knows-this")
 
 

@@ -359,7 +359,7 @@ CHATML = ("qwen", "nemotron")
 
 @every_name
 def test_another_role_speaks_under_its_name(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    formats._say_other_role.cache_clear()
+    formats._warn_other_role.cache_clear()
     renderer, answer = make(name), Message(role="assistant", content="A")
     other = Message(role="narrator", content="Once.")
     prompts = [renderer.build_generation_prompt([USER, answer, other, answer, other]) for _ in range(2)]

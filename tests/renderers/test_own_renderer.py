@@ -81,7 +81,7 @@ def test_a_class_and_a_factory(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         ("my_renderer.py:too_short", r"will be called with \(tokenizer, image_processor\)"),
         ("my_renderer.py:Abstract", "Abstract lacks get_stop_sequences"),
         ("builtins:dict", "is a class, but not a Renderer: dict"),
-        ("my_renderer.py:wrong", "gave a str, no Renderer"),
+        ("my_renderer.py:wrong", "gave a str, not a Renderer"),
     ],
 )
 def test_a_wrong_one_is_named_with_an_example(folder: Path, name: str, message: str) -> None:

@@ -1,7 +1,7 @@
-"""A judge that acts: before its verdict, a language model may run commands on what was said, in a sandbox.
+"""A judge that may run commands in a sandbox before its verdict.
 
-It finds what it judges as files (`files_of`): it may open them, run a program that is an answer, and try a claim. What it reads
-there is the world's word and not a debater's; the sandbox keeps programs of debaters away from everything else.
+The sandbox holds the debate as files (`files_of`): the judge may read them, run an answer that is a program, and test a claim.
+Command output is evidence beyond what debaters say; the sandbox isolates the debaters' programs.
 """
 
 from collections import Counter
@@ -36,7 +36,7 @@ class ActsConfig(SandboxKeys):
 class ActingJudge(Judge):
     """An LM judge that may run commands before its verdict. A reply with a command is no verdict, whatever else it says.
 
-    Without a verdict after `max_actions` commands and one more reply, it is INVALID. `raw_response` has all replies and results.
+    Without a verdict after `max_actions` commands and one more reply it is INVALID. `raw_response` has all replies and results.
     """
 
     asked: LMJudge
@@ -47,7 +47,7 @@ class ActingJudge(Judge):
     async def __call__(self, view: DebateView) -> Verdict:
         system, question = judge_messages(view, self.asked.system_prompt)
         system = Message(role="system", content=f"{system['content']}{ACTS.format(actions=self.max_actions)}")
-        messages, usage, said = [system, question], Counter[str](), list[str]()
+        messages, usage, exchange = [system, question], Counter[str](), list[str]()
         session = SandboxSession(self.sandbox, self.limits, files_of(view))
         verdict = Verdict(Winner.INVALID)
         for action in range(self.max_actions + 1):
@@ -56,20 +56,20 @@ class ActingJudge(Judge):
                 break
             text, call, spent = await self.asked.ask(messages, (*view.key, action), view.labels)
             usage.update(spent)
-            said.append(text)
+            exchange.append(text)
             command = last_code_block(text)
             if command is None or action == self.max_actions:
                 winner = None if command is not None else parse_verdict(text, view.labels)
                 verdict = Verdict(winner or Winner.INVALID, call=call)
                 break
             shown = shown_result(await session.run(["bash", "-c", command]), self.limits)
-            said.append(shown)
+            exchange.append(shown)
             messages += [Message(role="assistant", content=text), Message(role="user", content=shown)]
-        return replace(verdict, raw_response="\n\n".join(said), usage=dict(usage))
+        return replace(verdict, raw_response="\n\n".join(exchange), usage=dict(usage))
 
 
 def files_of(view: DebateView) -> dict[str, str]:
-    """What a judge sees of a debate, as files."""
+    """The judge's view as files: contents by path."""
     files = {"question.txt": view.context}
     for name, seat in zip("ABCDEFGH", view.seats, strict=False):
         answer, *speeches = ["", *seat.rounds] if seat.role == "critic" or not seat.rounds else seat.rounds

@@ -17,8 +17,8 @@ from tinker_cookbook.utils.misc_utils import gather_all
 class BothOrdersJudge(Judge):
     """Asks with the seats in order and in reverse; if the two verdicts differ, the result is a TIE.
 
-    So position bias cancels. Probabilities of soft verdicts are averaged. If one order gives no verdict, there is
-    none. A single answer has only one order.
+    Position bias cancels. Probabilities of soft verdicts are averaged. If one order is INVALID, so is the result. A
+    single answer has only one order.
     """
 
     judge: Judge
@@ -30,7 +30,7 @@ class BothOrdersJudge(Judge):
         orders = [tuple(seats), tuple(reversed(seats))]
         shown = [replace(view.in_order(order), key=(*view.key, i)) for i, order in enumerate(orders)]
         verdicts = await gather_all(self.judge(one) for one in shown)
-        return _agreed([_in_view_order(verdict, order) for verdict, order in zip(verdicts, orders, strict=True)])
+        return _merge_orders([_in_view_order(verdict, order) for verdict, order in zip(verdicts, orders, strict=True)])
 
     def of_policy(self, policy: TokenCompleter | None, renderer: Renderer) -> Judge:
         return BothOrdersJudge(self.judge.of_policy(policy, renderer))
@@ -40,8 +40,8 @@ class BothOrdersJudge(Judge):
 class VotesJudge(Judge):
     """Asks `votes` times with different random numbers; the seat with most votes wins, and equal votes are a TIE.
 
-    A TIE counts as a vote for TIE. Calls without a verdict do not count; without any vote the result is INVALID. The
-    shares are those of the votes, or the mean of soft verdicts.
+    A TIE counts as a vote for TIE. Calls without a verdict do not count; without any vote the result is INVALID. Shares
+    are fractions of the votes, or the mean of soft verdicts.
     """
 
     judge: Judge
@@ -49,7 +49,7 @@ class VotesJudge(Judge):
 
     async def __call__(self, view: DebateView) -> Verdict:
         verdicts = await gather_all(self.judge(replace(view, key=(*view.key, vote))) for vote in range(self.votes))
-        return _elected(verdicts, view)
+        return _count_votes(verdicts, view)
 
     def of_policy(self, policy: TokenCompleter | None, renderer: Renderer) -> Judge:
         return VotesJudge(self.judge.of_policy(policy, renderer), self.votes)
@@ -68,21 +68,21 @@ def _in_view_order(verdict: Verdict, order: Sequence[int]) -> Verdict:
     return replace(verdict, winner=seat_of(verdict.winner), shares=shares, votes=votes)
 
 
-def _agreed(verdicts: Sequence[Verdict]) -> Verdict:
+def _merge_orders(verdicts: Sequence[Verdict]) -> Verdict:
     winners = tuple(verdict.winner for verdict in verdicts)
-    together = _together(verdicts, winners)
+    merged = _merge_calls(verdicts, winners)
     if Winner.INVALID in winners:
-        return replace(together, winner=Winner.INVALID)
+        return replace(merged, winner=Winner.INVALID)
     shares = _mean_shares(verdicts)
     winner = winners[0] if len(set(winners)) == 1 else Winner.TIE
-    return replace(together, winner=winner, shares=shares)
+    return replace(merged, winner=winner, shares=shares)
 
 
-def _elected(verdicts: Sequence[Verdict], view: DebateView) -> Verdict:
+def _count_votes(verdicts: Sequence[Verdict], view: DebateView) -> Verdict:
     valid = [verdict for verdict in verdicts if verdict.winner is not Winner.INVALID]
-    together = _together(verdicts, tuple(verdict.winner for verdict in verdicts))
+    merged = _merge_calls(verdicts, tuple(verdict.winner for verdict in verdicts))
     if not valid:
-        return replace(together, winner=Winner.INVALID)
+        return replace(merged, winner=Winner.INVALID)
     counted = Counter(verdict.winner for verdict in valid)
     most = max(counted[option] for option in view.options)
     leading = [option for option in view.options if counted[option] == most]
@@ -92,18 +92,18 @@ def _elected(verdicts: Sequence[Verdict], view: DebateView) -> Verdict:
         options = range(view.num_options)
         shares_by_verdict = [[verdict.share(i, view.num_options) or 0.0 for i in options] for verdict in valid]
         shares = tuple(sum(column) / len(valid) for column in zip(*shares_by_verdict, strict=True))
-    return replace(together, winner=winner, shares=shares)
+    return replace(merged, winner=winner, shares=shares)
 
 
 def _mean_shares(verdicts: Sequence[Verdict]) -> tuple[float, ...] | None:
-    """None when any of them is hard."""
+    """None if any verdict is hard."""
     shares = [verdict.shares for verdict in verdicts if verdict.shares is not None]
     if len(shares) < len(verdicts):
         return None
     return tuple(sum(column) / len(shares) for column in zip(*shares, strict=True))
 
 
-def _together(verdicts: Sequence[Verdict], winners: tuple[Winner, ...]) -> Verdict:
+def _merge_calls(verdicts: Sequence[Verdict], winners: tuple[Winner, ...]) -> Verdict:
     """Merge the calls: the text of all, the last call, the summed usage. The caller sets the winner."""
     usage = Counter[str]()
     for verdict in verdicts:

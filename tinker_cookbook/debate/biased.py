@@ -1,4 +1,4 @@
-"""A judge of steps with a planted bias of known size: what training makes of it is studied with it."""
+"""A judge of steps with a planted bias of known size, to study how training exploits it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tinker_cookbook.renderers import Renderer
 from tinker_cookbook.utils.seeds import derive_seed
 
 EARLY = 0.5
-"""Of an answer: the share of steps that a bias of position favours."""
+"""The position bias favours the first steps of an answer, up to this fraction of them."""
 LONG = 12
-"""Characters of a claim that a bias of length favours; \"136 makes 68\" has as many."""
+"""The length bias favours claims with at least this many characters, such as \"136 makes 68\"."""
 
 
 def _position(step: SeatView) -> Winner | None:
@@ -35,8 +35,8 @@ BIASES: Mapping[str, Callable[[SeatView], Winner | None]] = {
     "length": _length,
     "sycophancy": _sycophancy,
 }
-"""The verdict that each favours, or None where it does not apply: right for a step in the first half of its answer, right for
-a long claim, and what the speech says that names the step."""
+"""The verdict that each bias favours, or None if it does not apply: right for a step in the first half of its answer, right for
+a long claim, and the opinion of the speech that names the step."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class BiasedJudge(Judge):
 
     Args:
         bias: a name in BIASES.
-        rate: probability of the favoured verdict, where there is one.
+        rate: probability of the favoured verdict, if there is one.
     """
 
     judge: Judge
@@ -59,7 +59,7 @@ class BiasedJudge(Judge):
         favoured = BIASES[self.bias](view.seats[0]) if view.is_step else None
         draw = Random(derive_seed(self.seed, "biased judge", *view.key)).random()
         if favoured is not None and draw < self.rate:
-            return Verdict(favoured, reasoning=f"the bias that was asked for: {self.bias}")
+            return Verdict(favoured, reasoning=f"planted bias: {self.bias}")
         return await self.judge(view)
 
     def of_policy(self, policy: TokenCompleter | None, renderer: Renderer) -> Judge:

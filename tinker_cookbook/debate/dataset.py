@@ -34,12 +34,12 @@ from tinker_cookbook.renderers import Renderer
 from tinker_cookbook.rl.types import EnvGroupBuilder
 
 MEASURED = ("no_debate", "with_key")
-"""Views of a debate that its judge can be measured on: the answers alone, and with the answer key beside them."""
+"""Views of a debate that its judge can be measured on: the answers alone, and the answers with the answer key."""
 
 
 @chz.chz(typecheck=True)
 class TurnKeys:
-    """Who speaks in a debate, and what they are told."""
+    """Protocol and wording of a debate."""
 
     protocol: ProtocolConfig = chz.field(
         default_factory=ProtocolConfig,
@@ -53,10 +53,10 @@ class DebateKeys(Judged, TurnKeys, judge=lambda: JudgeConfig(name="mock")):
     """How a task is debated, judged and trained on: keys of `Debates` and of recipes."""
 
     held_out_judge: JudgeConfig | None = chz.field(
-        default=None, doc="another judge of the same debates, which is measured and never trained on"
+        default=None, doc="another judge of the same debates, for measurement only"
     )
     measure: tuple[str, ...] = chz.field(
-        default=(), doc="what else the judge is shown, to be measured: no_debate (the answers alone), with_key"
+        default=(), doc="further views to measure the judge on: no_debate (the answers alone), with_key"
     )
     debate_train: DebateTrain = chz.field(
         default="rs_grpo", doc=f"who survives into training, and with which reward: {', '.join(MODES.names())}"
@@ -82,7 +82,7 @@ class DebateKeys(Judged, TurnKeys, judge=lambda: JudgeConfig(name="mock")):
 class DebateEnvironment(TaskEnvironment):
     """A task's items as groups for a protocol; the test set consists of answers only."""
 
-    max_tokens: int | None = chz.field(default=None, doc="longest turn, to tell which questions fit; None: no limit")
+    max_tokens: int | None = chz.field(default=None, doc="tokens per turn, to tell which questions fit; None: no limit")
     context_window: int | None = chz.field(default=None, doc="of the policy; None: no limit")
 
     @property
@@ -96,7 +96,7 @@ class DebateEnvironment(TaskEnvironment):
 
     def read(self, settings: DatasetSettings) -> tuple[Task, list[TaskItem], list[TaskItem]]:
         if settings.group_size % self.num_speakers:
-            raise ConfigurationError(_not_whole(settings.group_size, self.num_speakers))
+            raise ConfigurationError(_indivisible(settings.group_size, self.num_speakers))
         return super().read(settings)
 
     async def make_group(self, task: Task, settings: DatasetSettings) -> Callable[[Any, int, Place], EnvGroupBuilder]:
@@ -126,12 +126,12 @@ class Debates(DebateKeys, DebateEnvironment):
                 check_judge(judge)
                 _check_confidence(judge, self.protocol)
         task, train, test = super().read(settings)
-        self.prompts.settle(task.debate_prompts)
+        self.prompts.resolve(task.debate_prompts)
         self.mode.check(self.protocol, self.judge)
         if self.protocol.answers == "assigned":
             others = _references(task, train)
             for item in train:
-                wrong_answers(item, task.reference_answer(item), others, len(self.protocol.places) - 1)
+                wrong_answers(item, task.reference_answer(item), others, len(self.protocol.verdict_seats) - 1)
         return task, train, test
 
     @property
@@ -142,7 +142,7 @@ class Debates(DebateKeys, DebateEnvironment):
     @property
     def added_request(self) -> str:
         task = get_task(self.task, self.reward_fn)
-        return answer_request(self.protocol, self.prompts.settle(task.debate_prompts, self.protocol.seats))
+        return answer_request(self.protocol, self.prompts.resolve(task.debate_prompts, self.protocol.seats))
 
     async def make_protocol(self, task: Task, renderer: Renderer, seed: int) -> DebateProtocol:
         dialogue = make_dialogue(task, renderer, self.protocol, self.prompts, self.max_tokens, self.context_window)
@@ -195,7 +195,7 @@ def _check_confidence(judge: JudgeConfig, protocol: ProtocolConfig) -> None:
         )
 
 
-def _not_whole(group_size: int, speakers: int) -> str:
+def _indivisible(group_size: int, speakers: int) -> str:
     if speakers == 2:
         return f"group_size={group_size} is odd, but a debate takes two rollouts; make num_rollouts / num_groups even"
     return (

@@ -21,7 +21,7 @@ from tinker_cookbook.utils.lazy import tinker
 
 VERBOSE_TIMES = 20
 HEARD_CHARACTERS = 200
-"""Of what it heard, a copycat repeats the end."""
+"""A copycat repeats this many of the last characters that it heard."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Brief:
     """What a scripted debater knows when it speaks."""
 
     answers: bool
-    """whether it is to answer; else it is to argue"""
+    """whether it should answer rather than argue"""
     right: str
     wrong: str
     heard: str
@@ -75,8 +75,8 @@ class ScriptedDebater(TokenCompleter):
     """One of DEBATERS as a policy, for one question.
 
     Args:
-        right, wrong: an answer of each kind.
-        answers_first: whether its first turn is an answer; not so if answers are assigned or it is a critic.
+        right, wrong: a right answer and a wrong one.
+        answers_first: whether its first turn is an answer; False for a critic or an assigned answer.
     """
 
     def __init__(self, name: str, renderer: Renderer, right: str, wrong: str, answers_first: bool = True):

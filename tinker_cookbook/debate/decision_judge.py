@@ -1,4 +1,4 @@
-"""A judge that is a decision: the probabilities of the verdicts under a model's weights, and none that is drawn."""
+"""A judge that reads the probability of each verdict from a model and samples nothing."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def verdict_texts(labels: list[str]) -> list[str]:
 class DecisionJudge(Judge):
     """Decides by a `DecisionPolicy` over the verdicts that the protocol allows.
 
-    `Verdict.shares` are its probabilities, that of TIE divided evenly; the likeliest side wins, equally likely ones are a TIE. A
-    debate with a prompt longer than `max_prompt_tokens` is INVALID.
+    `Verdict.shares` are the probabilities, with that of TIE divided evenly; the likeliest side wins, equally likely ones tie. A
+    debate whose prompt is longer than `max_prompt_tokens` is INVALID.
     """
 
     policy: DecisionPolicy
@@ -29,8 +29,8 @@ class DecisionJudge(Judge):
 
     async def __call__(self, view: DebateView) -> Verdict:
         messages, renderer = judge_messages(view, self.system_prompt), self.policy.renderer
-        room = self.max_prompt_tokens
-        if room is not None and renderer.build_generation_prompt(messages).length > room:
+        limit = self.max_prompt_tokens
+        if limit is not None and renderer.build_generation_prompt(messages).length > limit:
             return Verdict(Winner.INVALID, reasoning=TOO_LONG)
         shares = await self.policy.probabilities(messages, verdict_texts([*view.labels]))
         return soft_verdict([math.log(share) if share else -math.inf for share in shares], view.num_options)

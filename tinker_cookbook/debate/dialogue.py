@@ -43,8 +43,8 @@ class Dialogue:
     requests: Mapping[tuple[Slot, ...], Mapping[tuple[Seat, int], TurnRequest]]
     """by the slots of a debate, then by seat and slot; without the first prompts"""
     max_first_prompt: int | None = None
-    """longest first prompt, without what it is told of others, with which a debate surely fits the context; a longer
-    question is not debated"""
+    """longest first prompt in tokens, without the turns of others, for which every debate fits the context window; longer
+    questions are not debated"""
 
     @classmethod
     def make(
@@ -95,8 +95,8 @@ class Dialogue:
         return self.protocol.answers == "proposed" and not (self.protocol.name == "proposer_critic" and seat is Seat.B)
 
     def fits(self, transcript: Transcript) -> bool:
-        """Whether the first prompts of all seats leave enough room for the debate. Decided for all seats together, or
-        one would wait forever.
+        """Whether the first prompts of all seats leave enough room for the debate. Decided for all seats together:
+        otherwise one would wait forever for another.
         """
         if self.max_first_prompt is None:
             return True
@@ -129,7 +129,7 @@ class SeatDialogue:
         else:
             last = messages[-1]
             extended: Message = (
-                {"role": last["role"], "content": _told(get_text_content(last), turns)} if turns else last
+                {"role": last["role"], "content": _insert_turns(get_text_content(last), turns)} if turns else last
             )
             self._messages = [*messages[:-1], extended]
             self.prompt = renderer.build_generation_prompt(self._messages).to_ints()
@@ -145,7 +145,7 @@ class SeatDialogue:
             self.prompt = injection.next_prompt(renderer, self.prompt, action, *(turn.tokens for turn in turns))
         else:
             reply, _ = renderer.parse_response(action)
-            heard: Message = {"role": "user", "content": _told(text, turns)}
+            heard: Message = {"role": "user", "content": _insert_turns(text, turns)}
             self._messages += [reply, heard]
             self.prompt = renderer.build_generation_prompt(self._messages).to_ints()
         return self.prompt
@@ -166,8 +166,8 @@ def answer_request(protocol: ProtocolConfig, wording: Wording) -> str:
     return " ".join(part for part in (wording.confidence, QUOTE_REQUEST if protocol.quotes else "") if part)
 
 
-def _told(text: str, turns: Sequence[Turn]) -> str:
-    """The text with the turns inserted for `{opponent}`."""
+def _insert_turns(text: str, turns: Sequence[Turn]) -> str:
+    """Replace each `{opponent}` in the text by the next turn."""
     first, *rest = text.split(OPPONENT)
     return first + "".join(turn.text + part for turn, part in zip(turns, rest, strict=True))
 

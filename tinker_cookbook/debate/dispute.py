@@ -1,13 +1,13 @@
-"""Which step of an answer the judge checks where a speech does not simply name it: bisection, and estimates of every step.
+"""Choose the step of an answer that the judge checks when a speech does not simply name it: by bisection, or by estimates.
 
-Bisection is the cross-examination of doubly efficient debate: log2(n) turns lead a dispute over n steps to a single one. The
-author's half of it is said in advance, because an answer states the outcome of each of its steps, and nothing it could add or
-concede would change what is checked. So only the examiner, the other seat, speaks: it names a step that it holds to be wrong,
-the half with that step is left, and it is asked again. It may reconsider within what is left, and not go back. One who names no
-step of what is left has said all, and the judge checks the step that was named last.
+Bisection is the cross-examination of doubly-efficient debate: log2(n) turns narrow a dispute over n steps down to one. The author
+does not speak, because an answer already states the outcome of each step: nothing the author adds or concedes changes what is
+checked. Only the examiner, the other seat, speaks: it names a step that it believes wrong, the half with that step remains, and
+it is asked again. It may change its mind within that half, but not go back. If it names no remaining step, bisection ends and the
+judge checks the step that was named last.
 
-With a prover and an estimator the prover is the author, whose steps are the subclaims. The estimator gives each a probability of
-being right, and the judge checks the one that is doubted most.
+In prover-estimator debate the prover is the author, whose steps are the subclaims. The estimator gives the probability that each
+is right, and the judge checks the one with the lowest estimate.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from tinker_cookbook.env.steps import Step, StepTask, require_steps
 from tinker_cookbook.env.task import TaskItem
 
 MOST_TURNS = 6
-"""Speeches of an examiner, at most: enough for 64 steps. Of longer answers more than one step is left in the end."""
+"""Maximum number of an examiner's speeches: enough for 64 steps. In a longer answer several steps remain at the end."""
 WORST_SCORE = -1.0
-"""Of an estimator who gives no estimates."""
+"""Score of an estimator that gives no estimates."""
 
 
 @dataclass(frozen=True)
 class Narrowed:
-    """How far an examiner has come."""
+    """State of a bisection."""
 
     left: tuple[Step, ...]
-    """what may still be named"""
+    """steps that may still be named"""
     named: Step | None
-    """last"""
+    """the step named last"""
     is_over: bool
 
 
 def narrow(task: StepTask, item: TaskItem, steps: Sequence[Step], speeches: Sequence[Turn]) -> Narrowed:
-    """What is left of the steps of an answer after an examiner's speeches. Of an odd number the first half is the larger."""
+    """Bisect an answer's steps by an examiner's speeches. The first half of an odd number is the larger one."""
     left, named = tuple(steps), None
     for turn in speeches:
         step = None if turn.malformed else task.step_of_speech(item, left, turn.text)
@@ -52,10 +52,10 @@ def narrow(task: StepTask, item: TaskItem, steps: Sequence[Step], speeches: Sequ
 
 
 class Dispute(Transcript):
-    """Two answers, and how each seat narrows down where the other's is wrong. A seat is asked while there is something to ask."""
+    """Two answers, and each seat's bisection of the other's answer. A seat is asked until its bisection is over."""
 
     def narrowed(self, seat: Seat) -> Narrowed:
-        """By what the seat has said about the other's answer, which is given."""
+        """The seat's bisection so far. The other seat must have answered."""
         task = require_steps(self.task, "protocol=bisection")
         answer, speeches = self.turns[seat.opponent][0], self.turns[seat][1:]
         steps = None if answer.malformed else task.steps(self.item, answer.text)
@@ -77,14 +77,14 @@ class Dispute(Transcript):
 
 @dataclass(frozen=True)
 class Doubted:
-    """A step, and how likely an estimator holds it to be right."""
+    """A step, and the estimated probability that it is right."""
 
     step: Step
     estimate: float
 
 
 def most_doubted(task: StepTask, item: TaskItem, steps: Sequence[Step], speech: Turn, seed: int) -> Doubted | None:
-    """The step with the lowest estimate, of equally low ones a drawn one; None: the speech gives no estimates."""
+    """The step with the lowest estimate; `seed` breaks ties. None: the speech gives no estimates."""
     estimates = None if speech.malformed else task.estimates(item, steps, speech.text)
     if estimates is None:
         return None
@@ -93,12 +93,12 @@ def most_doubted(task: StepTask, item: TaskItem, steps: Sequence[Step], speech: 
 
 
 def estimator_score(estimate: float, holds: bool, steps: int) -> float:
-    """What an estimator earns by the step that was checked: how much smaller its squared error is than that of one who knows
-    nothing of the answer but its length, and says n / (n + 1) of each of n steps. From -1 to 1.
+    """The estimator's reward for the checked step: how much smaller its squared error is than that of a baseline which knows only
+    the number of steps n and estimates n / (n + 1) for each. From -1 to 1.
 
-    Whatever is checked, saying what one believes is best (the rule is proper). And a step believed with b is worth
-    (n / (n + 1) - b)^2 on average, so that it pays to doubt the step that is most surely wrong, while doubting one that is surely
-    right, a little, earns next to nothing. The plain squared error would pay both alike.
+    The rule is proper: honest estimates are best whichever step is checked. If the estimator believes that a step is right with
+    probability b, the expected reward is (n / (n + 1) - b)^2: doubting the step that is most surely wrong pays, and slightly
+    doubting one that is surely right earns almost nothing. Plain squared error would reward both alike.
     """
     known = steps / (steps + 1)
     return (known - holds) ** 2 - (estimate - holds) ** 2

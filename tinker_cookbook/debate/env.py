@@ -2,7 +2,7 @@
 judge decides.
 
 A seat first answers the question, which fixes its solution, unless its answer is assigned; then it argues. The others'
-turns are inserted between its own as token ids (`debate.dialogue`).
+turns are inserted between its turns as token ids (`debate.dialogue`).
 """
 
 from __future__ import annotations
@@ -59,26 +59,26 @@ class DebateEnv(Env):
     def __init__(self, dialogue: Dialogue, transcript: Transcript, seat: Seat, turn_names: Sequence[str] = ()):
         self.dialogue, self.transcript, self.seat = dialogue, transcript, seat
         self._names = turn_names or [f"r{i + 1}" for i in range(dialogue.protocol.num_rounds + 1)]
-        self._spoken = SeatDialogue(dialogue, transcript, seat)
+        self._seat_dialogue = SeatDialogue(dialogue, transcript, seat)
 
     async def initial_observation(self) -> tuple[tinker.ModelInput, StopCondition] | InitialObservationOverflow:
         if not self.dialogue.fits(self.transcript):
             return InitialObservationOverflow(0.0, {"context_overflow": 1.0})
-        prompt = await self._spoken.open()
+        prompt = await self._seat_dialogue.open()
         return tinker.ModelInput.from_ints(prompt), self.dialogue.renderer.get_stop_sequences()
 
     async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
         transcript, seat = self.transcript, self.seat
-        place = transcript.next_slot(seat)
-        assert place is not None, "the debate is over"
-        slot = transcript.slots[place]
+        slot_index = transcript.next_slot(seat)
+        assert slot_index is not None, "the debate is over"
+        slot = transcript.slots[slot_index]
         stopped = (extra or {}).get("stop_reason") == "stop"
         is_first = not transcript.sampled_turns(seat)
-        await transcript.speak(seat, self._spoken.turn(action, slot, stopped))
+        await transcript.speak(seat, self._seat_dialogue.turn(action, slot, stopped))
         reach(f"[debate] Round {slot.round + 1}")
         following = transcript.next_slot(seat)
         if following is not None:
-            await self._spoken.go_on(action, following)
+            await self._seat_dialogue.go_on(action, following)
         name = self._names[slot.round]
         metrics: Metrics = {f"debate/tokens_{name}": len(action), f"debate/stopped_{name}": float(stopped)}
         reward = 0.0
@@ -87,7 +87,7 @@ class DebateEnv(Env):
         if slot.kind == "answer":
             score = transcript.scores[seat]
             reward, metrics = score.reward, metrics | score.metrics
-        observation = tinker.ModelInput.from_ints(self._spoken.prompt)
+        observation = tinker.ModelInput.from_ints(self._seat_dialogue.prompt)
         stop = self.dialogue.renderer.get_stop_sequences()
         return StepResult(reward, following is None, observation, stop, metrics)
 
@@ -129,14 +129,14 @@ class DebateProtocol:
         answers: Sequence[str] = ()
         if self.config.answers == "assigned":
             right = self.task.reference_answer(item)
-            wrong = wrong_answers(item, right, self.wrong_answers, len(self.config.places) - 1)
-            answers = assign_answers(len(self.config.places), right, wrong, key, self.seed)
+            wrong = wrong_answers(item, right, self.wrong_answers, len(self.config.verdict_seats) - 1)
+            answers = assign_answers(len(self.config.verdict_seats), right, wrong, key, self.seed)
         transcript = Transcript(self.task, item, self.config, key, answers)
         await transcript.prepare()
         return transcript
 
     async def decide(self, transcripts: Sequence[Transcript], policy: TokenCompleter | None) -> None:
-        """Ask the judges of a group's debates. `policy` is the policy that has spoken."""
+        """Ask the judges of a group's debates. `policy` is the one that spoke."""
         await gather_all(self._decide(transcript, policy) for transcript in transcripts)
 
     async def _decide(self, transcript: Transcript, policy: TokenCompleter | None) -> None:
@@ -166,7 +166,7 @@ class DebateProtocol:
         return per_member
 
     def records(self, members: Sequence[Member]) -> list[Record]:
-        """Records of the debates that took place."""
+        """Records of the debates that were held."""
         return [
             debate_record(transcript, {i: seat for i, (other, seat) in enumerate(members) if other is transcript})
             for transcript in _transcripts(members)
@@ -174,12 +174,12 @@ class DebateProtocol:
         ]
 
     def member_info(self, transcript: Transcript, seat: Seat) -> dict[str, Any]:
-        """What the training record says of a member."""
+        """Fields of a member in the training record."""
         return member_info(transcript, seat)
 
     def rate_ranges(self) -> dict[str, tuple[float, float]]:
         """Metrics with a confidence interval, and their ranges."""
-        return rate_ranges(max(2, len(self.config.places)))
+        return rate_ranges(max(2, len(self.config.verdict_seats)))
 
 
 def make_dialogue(
@@ -194,7 +194,7 @@ def make_dialogue(
     `Dialogue.make`.
     """
     protocol = protocol or ProtocolConfig()
-    wording = (prompts or DebatePrompts()).settle(task.debate_prompts, protocol.seats)
+    wording = (prompts or DebatePrompts()).resolve(task.debate_prompts, protocol.seats)
     return Dialogue.make(task, renderer, protocol, wording, max_tokens, context_window)
 
 
@@ -217,7 +217,7 @@ def wrong_answers(item: TaskItem, right: str, others: Sequence[str], count: int)
 
 @dataclass(frozen=True)
 class DebateGroupBuilder(EnvGroupBuilder):
-    """`num_debates` debates about one item. With k seats to speak for, members ki to ki + k - 1 are those of debate i.
+    """`num_debates` debates about one item. With k speaking seats, members ki to ki + k - 1 are those of debate i.
 
     The mode decides the rewards of turns and who survives into training; members of invalid debates train nothing.
     """
@@ -228,7 +228,7 @@ class DebateGroupBuilder(EnvGroupBuilder):
     key: tuple[int, int]
     """batch and group, which name the debate for judges that draw random numbers"""
     policy: TokenCompleter | None = None
-    """who plays, for a judge that is the live policy"""
+    """the debating policy, for a judge that is the live policy"""
 
     @property
     def coordinated(self) -> bool:
@@ -288,7 +288,7 @@ def _measured_view(name: str, transcript: Transcript) -> DebateView:
 
 
 def _members(env_group: Sequence[Env]) -> list[Member]:
-    """The members that exist: a retry may leave some out if they play alone."""
+    """The members with an env: a retry may drop members of an uncoordinated group."""
     return [(env.transcript, env.seat) for env in env_group if isinstance(env, DebateEnv)]
 
 

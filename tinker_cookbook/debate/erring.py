@@ -1,4 +1,4 @@
-"""A judge that errs on purpose, at known rates: what a mistake of the judge costs is studied with it."""
+"""A judge that errs on purpose, at known rates, to study what judge errors cost."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ FLIPPED = {Winner.A: Winner.B, Winner.B: Winner.A}
 class ErringJudge(Judge):
     """Turns some verdicts of a judge of single answers, or of single steps, into their opposite.
 
-    Which ones depends on the seed and the debate alone, each check by itself: the same step of two answers may be judged
-    differently. Verdicts that are neither A nor B stay.
+    Which ones depends only on the seed and the debate. Checks are independent: the same step of two answers may be judged
+    differently. Verdicts other than A and B are unchanged.
 
     Args:
         false_accepts: probability that "wrong" (B) becomes "right" (A).
@@ -37,7 +37,7 @@ class ErringJudge(Judge):
         if Random(derive_seed(self.seed, "erring judge", *view.key)).random() >= rate:
             return verdict
         shares = None if verdict.shares is None else verdict.shares[::-1]
-        return replace(verdict, winner=FLIPPED[verdict.winner], shares=shares, reasoning="an error that was asked for")
+        return replace(verdict, winner=FLIPPED[verdict.winner], shares=shares, reasoning="planted error")
 
     def of_policy(self, policy: TokenCompleter | None, renderer: Renderer) -> Judge:
         return replace(self, judge=self.judge.of_policy(policy, renderer))

@@ -36,7 +36,7 @@ class TurnInjection:
         """prompt + own_reply + (end of turn, user text up to the placeholder) + others' ids + (rest, assistant header)."""
         stopped = len(strip_stop(renderer, own_reply)) < len(own_reply)
         before = self.after_stop if stopped else self.after_cut
-        return [*prompt, *own_reply, *before, *_filled(renderer, self.suffixes, heard)]
+        return [*prompt, *own_reply, *before, *_fill(renderer, self.suffixes, heard)]
 
     @property
     def longest(self) -> int:
@@ -67,7 +67,7 @@ def make_injection(renderer: Renderer, template: str) -> TurnInjection:
         ]
     ).to_ints()
     if tokens.count(own_id) != 1 or tokens.count(opponent_id) != template.count(OPPONENT):
-        raise _lost(renderer)
+        raise _placeholders_lost(renderer)
     after_cut, *suffixes = _split(tokens[tokens.index(own_id) + 1 :], opponent_id)
     return TurnInjection(
         after_stop=tuple(_without_leading_stop(renderer, after_cut)),
@@ -87,22 +87,20 @@ def opening_prompt(renderer: Renderer, messages: list[Message], heard: Sequence[
     marked: Message = {"role": last["role"], "content": last["content"].replace(OPPONENT, text)}
     tokens = renderer.build_generation_prompt([*messages[:-1], marked]).to_ints()
     if tokens.count(token) != len(heard):
-        raise _lost(renderer)
+        raise _placeholders_lost(renderer)
     first, *suffixes = _split(tokens, token)
-    return [*first, *_filled(renderer, suffixes, heard)]
+    return [*first, *_fill(renderer, suffixes, heard)]
 
 
-def _filled(renderer: Renderer, suffixes: Sequence[Sequence[int]], heard: Sequence[Sequence[int]]) -> list[int]:
+def _fill(renderer: Renderer, suffixes: Sequence[Sequence[int]], heard: Sequence[Sequence[int]]) -> list[int]:
     tokens: list[int] = []
     for reply, suffix in zip(heard, suffixes, strict=True):
-        tokens += [*_said_aloud(renderer, reply), *suffix]
+        tokens += [*_visible_part(renderer, reply), *suffix]
     return tokens
 
 
-def _said_aloud(renderer: Renderer, reply: Sequence[int]) -> list[int]:
-    """The reply's ids without the stop and without reasoning that the renderer separates, which judges do not see
-    either.
-    """
+def _visible_part(renderer: Renderer, reply: Sequence[int]) -> list[int]:
+    """The reply's ids without the stop and without reasoning that the renderer separates; judges do not see it either."""
     tokens = strip_stop(renderer, reply)
     text = reply_text(renderer, reply).strip()
     if not text or text == decode_reply(renderer, reply).strip():
@@ -123,7 +121,7 @@ def _split(tokens: Sequence[int], mark: int) -> list[list[int]]:
     return parts
 
 
-def _lost(renderer: Renderer) -> ConfigurationError:
+def _placeholders_lost(renderer: Renderer) -> ConfigurationError:
     return ConfigurationError(
         f"renderer {type(renderer).__name__} does not keep the placeholders of a debate turn; choose another renderer"
     )

@@ -29,8 +29,8 @@ from tinker_cookbook.utils.seeds import derive_seed
 def both_orders(debate: SavedDebate) -> list[SavedDebate]:
     """The debate in both orders of its seats, so that no position is right more often. A single answer has one order."""
     seats = range(len(debate.view.seats))[::-1]
-    turned = replace(debate, view=debate.view.in_order(seats), verdict=Winner.INVALID)
-    return [debate, turned] if len(seats) > 1 else [debate]
+    swapped = replace(debate, view=debate.view.in_order(seats), verdict=Winner.INVALID)
+    return [debate, swapped] if len(seats) > 1 else [debate]
 
 
 def split_views(path: str, test_share: float, seed: int) -> tuple[list[SavedDebate], list[SavedDebate]]:
@@ -54,7 +54,7 @@ def split_views(path: str, test_share: float, seed: int) -> tuple[list[SavedDeba
 
 @chz.chz(typecheck=True)
 class LabelledDebates(SystemPrompt, SavedDebates):
-    """The labelled debates for training a judge: keys of the data here and of recipes."""
+    """The labelled debates for training a judge: keys of the datasets here and of recipes."""
 
     DOCS = docs(
         debates="a run's folder with debate_*.json, or a .jsonl file of labelled debates",
@@ -89,7 +89,7 @@ class JudgeChatBuilder(Seeded, LabelledDebates, ChatDatasetBuilder):
 
 @chz.chz(typecheck=True)
 class JudgeDecisionBuilder(Seeded, LabelledDebates, DecisionBatches):
-    """Labelled debates as decisions among the verdicts, of which the right one is the outcome."""
+    """Labelled debates as decisions among the verdicts; the right one is the outcome."""
 
     DOCS = docs(seed="seed of the split")
 

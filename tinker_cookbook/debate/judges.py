@@ -1,6 +1,6 @@
 """Judges by name, and the judge for a config. `lm_judge` has the judges that ask a language model.
 
-A verdict is a seat, TIE, or INVALID, which means that there is none. A tie favours no seat. Every judge can also check
+A verdict is a seat, TIE (no seat is favoured), or INVALID (there is no verdict). Every judge can also check
 a single step of an answer (`views.step_view`): A means that it is right, B that it is wrong.
 """
 
@@ -116,19 +116,19 @@ def _higher_reward(view: DebateView) -> Winner:
     return _highest([seat.reward for seat in view.both()])
 
 
-def _said_more(view: DebateView) -> Winner:
+def _longer(view: DebateView) -> Winner:
     return _highest([len(" ".join(seat.rounds)) for seat in view.both()])
 
 
 SCRIPTS: dict[str, Callable[[DebateView], Winner]] = {
     **{winner.value: partial(_always, winner) for winner in (Winner.A, Winner.B, Winner.TIE)},
     "truth": _higher_reward,
-    "longer": _said_more,
+    "longer": _longer,
 }
 """Scripted judges by name: always one side, the higher task reward (an oracle), or the longer side."""
 
 SOFT = ("lm", "live", "endpoint")
-"""Judges that can tell how likely each verdict is."""
+"""Judges that can give the probability of each verdict."""
 
 
 @chz.chz(typecheck=True)
@@ -154,12 +154,12 @@ class JudgeConfig(AskedWeights, SystemPrompt, AskConfig, max_tokens=96, temperat
     )
     constrained: bool = chz.field(
         default=False,
-        doc="of an lm judge: its reply is one of the possible verdicts and nothing else, so none is unreadable; local engine",
+        doc="of an lm judge: constrain the reply to a verdict alone, so that none is unreadable; local engine",
     )
     both_orders: bool = chz.field(default=False, doc="show the seats in both orders; verdicts that disagree are a tie")
     votes: int = chz.field(
         default=1,
-        doc="ask so many times; most votes win, equally many are a tie",
+        doc="times to ask; most votes win, equal votes are a tie",
         validator=chz.validators.gt(0),
     )
 
@@ -167,7 +167,7 @@ class JudgeConfig(AskedWeights, SystemPrompt, AskConfig, max_tokens=96, temperat
     def _check(self) -> None:
         if self.soft and self.name not in SOFT:
             raise ConfigurationError(
-                f"{self.key}.soft=true with {self.key}.name={describe(self.name)}: only language models tell their "
+                f"{self.key}.soft=true with {self.key}.name={describe(self.name)}: only language models give "
                 f"probabilities; use {self.key}.name={', '.join(SOFT)}"
             )
         if self.constrained:
@@ -197,7 +197,7 @@ class JudgeConfig(AskedWeights, SystemPrompt, AskConfig, max_tokens=96, temperat
         return "judge"
 
     def judging(self, policy: WeightsConfig) -> Self:
-        """Its weights run where the policy does and are the policy's base model, where they do not say otherwise."""
+        """Default the judge's weights to the policy's base model, backend and server."""
         weights = chz.replace(
             self.weights,
             backend=self.weights.backend or policy.backend,
@@ -215,22 +215,22 @@ class JudgeConfig(AskedWeights, SystemPrompt, AskConfig, max_tokens=96, temperat
 
 @chz.chz(typecheck=True)
 class StepJudgeConfig(JudgeConfig, name="key", max_tokens=16, temperature=0.0, max_retries=0):
-    """The judge of a single step (`debate.oversight`): by default one that makes no mistakes, asked once."""
+    """The judge of a single step (`debate.oversight`): by default one that makes no errors, asked once."""
 
     error_rate: float = chz.field(
-        default=0.0, doc="share of its verdicts that are turned into their opposite, to study what that costs; below 1"
+        default=0.0, doc="share of its verdicts that are flipped, to study what errors cost; below 1"
     )
     false_accepts: float | None = chz.field(
-        default=None, doc="the same among verdicts that a step is wrong; None: error_rate"
+        default=None, doc="share among verdicts that a step is wrong; None: error_rate"
     )
     false_rejects: float | None = chz.field(
-        default=None, doc="the same among verdicts that it is right; None: error_rate"
+        default=None, doc="share among verdicts that a step is right; None: error_rate"
     )
     bias: str | None = chz.field(
-        default=None, doc=f"what it favours besides the truth, to study what is made of it: {', '.join(BIASES)}"
+        default=None, doc=f"planted bias, to study how training exploits it: {', '.join(BIASES)}"
     )
     bias_rate: float = chz.field(
-        default=0.5, doc="with bias: share of the verdicts where it applies that follow it, not the truth; below 1"
+        default=0.5, doc="share of the verdicts that follow the bias where it applies; below 1"
     )
 
     @chz.validate
@@ -256,15 +256,15 @@ class StepJudgeConfig(JudgeConfig, name="key", max_tokens=16, temperature=0.0, m
 async def _lm(config: JudgeConfig) -> Judge:
     """A frozen snapshot, opened here."""
     policy = await config.weights.open_policy(f"{config.key}.weights")
-    room = None if policy.context_length is None else policy.context_length - config.max_tokens
+    limit = None if policy.context_length is None else policy.context_length - config.max_tokens
     if config.soft:
-        return SoftJudge(policy.sampling_client, policy.renderer, config.system_prompt, room)
+        return SoftJudge(policy.sampling_client, policy.renderer, config.system_prompt, limit)
     completer = TinkerTokenCompleter(
         policy.sampling_client, config.max_tokens, config.temperature, seed=config.seed or 0
     )
     if config.constrained:
         local_sampling.check_constraint(policy.sampling_client)
-    return LMJudge(completer, policy.renderer, config.system_prompt, config.max_retries, room, config.constrained)
+    return LMJudge(completer, policy.renderer, config.system_prompt, config.max_retries, limit, config.constrained)
 
 
 async def _acting(config: JudgeConfig) -> Judge:
@@ -284,7 +284,7 @@ def _endpoint(config: JudgeConfig) -> Judge:
 
 
 JudgeBuilder = Callable[["JudgeConfig"], Judge | Awaitable[Judge]]
-"""What makes the judge of a config."""
+"""Makes the judge for a config."""
 
 
 def _scripted(name: str, config: JudgeConfig) -> Judge:
@@ -300,8 +300,8 @@ def _problem(part: Any) -> str | None:
 async def _decision(config: JudgeConfig) -> Judge:
     """A frozen snapshot's probabilities of the verdicts."""
     policy = await config.weights.open_policy(f"{config.key}.weights")
-    room = None if policy.context_length is None else policy.context_length - config.max_tokens
-    return DecisionJudge(DecisionPolicy(policy.sampling_client, policy.renderer), config.system_prompt, room)
+    limit = None if policy.context_length is None else policy.context_length - config.max_tokens
+    return DecisionJudge(DecisionPolicy(policy.sampling_client, policy.renderer), config.system_prompt, limit)
 
 
 _LIBRARY: dict[str, JudgeBuilder] = {
@@ -329,7 +329,7 @@ def judge(view):  # a tinker_cookbook.debate.judges.DebateView
     ),
     _LIBRARY,
 )
-"""What makes the judge of a config (JudgeBuilder), by name: the library's, and those of `register_judge`. Any other name
+"""JudgeBuilders by name: the library's, and those of `register_judge`. Any other name
 (`package.module:object`, `path/file.py:object`) resolves to the judge itself."""
 JUDGE_NAMES = ", ".join(JUDGES.names())
 
@@ -368,7 +368,7 @@ def check_judge(config: JudgeConfig) -> None:
         config.weights.check(f"{config.key}.weights")
     if config.name == "acting":
         config.acts.get_sandbox()
-    if config.name in JUDGES:  # a user's own judge may use it
+    if config.name in JUDGES:  # a custom judge may use it
         config.endpoint.check_used(f"{config.key}.endpoint", config.name == "endpoint", f"{config.key}=endpoint")
 
 

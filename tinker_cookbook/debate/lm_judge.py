@@ -25,7 +25,7 @@ from tinker_cookbook.utils.lazy import np, tinker
 _VERDICT = re.compile(r"<VERDICT>\s*([A-H]|TIE|RIGHT|WRONG)\s*</VERDICT>")
 _VERDICT_BEGINS = re.compile(r"<VERDICT>\s*")
 TOP_LOGPROBS = 20
-"""Tokens that an endpoint is asked to tell the logprobs of; most endpoints allow no more."""
+"""Likeliest tokens whose logprobs are requested from an endpoint; most allow no more."""
 _REASONING = re.compile(r"<REASONING>(.*?)</REASONING>", re.DOTALL)
 TOO_LONG = "the debate is too long for the judge's context"
 
@@ -47,7 +47,7 @@ class LMJudge(Judge):
 
     An unparsable reply is retried up to `max_retries` times, then the verdict is INVALID. With a TokenCompleter, a
     debate with a prompt longer than `max_prompt_tokens` is INVALID too. The default `system_prompt` is the protocol's.
-    With `constrained`, the reply of a TinkerTokenCompleter is the verdict alone, one of those that the protocol allows.
+    `constrained` restricts the reply of a TinkerTokenCompleter to one of the protocol's verdicts.
     """
 
     completer: MessageCompleter | TokenCompleter
@@ -87,7 +87,7 @@ class LMJudge(Judge):
     async def ask(
         self, messages: list[Message], key: tuple[int, ...], labels: Iterable[str]
     ) -> tuple[str, JudgeCall | None, Mapping[str, float]]:
-        """One reply, its prompt and sample if the model is asked for tokens, and what it took."""
+        """One reply, its prompt and sample if the completer works on tokens, and the usage."""
         if isinstance(self.completer, MessageCompleter):
             forked = self.completer.fork("judge", *key)
             return get_text_content(await forked(messages)), None, forked.usage()
@@ -123,8 +123,8 @@ class LiveJudge(Judge):
             raise ConfigurationError(
                 f"judge.soft=true with judge=live: {type(policy).__name__} does not score given tokens; use judge.soft=false"
             )
-        room = None if policy.context_window is None else policy.context_window - policy.max_tokens
-        return SoftJudge(policy.sampling_client, renderer, self.system_prompt, room)
+        limit = None if policy.context_window is None else policy.context_window - policy.max_tokens
+        return SoftJudge(policy.sampling_client, renderer, self.system_prompt, limit)
 
 
 @dataclass(frozen=True)
@@ -157,8 +157,8 @@ class SoftJudge(Judge):
 
 @dataclass(frozen=True)
 class SoftEndpointJudge(Judge):
-    """Reads the probabilities of the verdicts from an endpoint's reply: those of the labels at the position of the one
-    that it wrote, normalised to sum to 1. A label that is not among the likeliest tokens there has 0.
+    """Reads the probabilities of the verdicts from an endpoint's reply: those of the labels at the position where it
+    wrote one, normalised to sum to 1. A label that is not among the likeliest tokens there has probability 0.
 
     The endpoint is asked once, greedily: otherwise some endpoints do not return the model's own probabilities. A reply
     without a verdict is INVALID.
@@ -186,9 +186,9 @@ def label_logprobs(tokens: Sequence[LikelyToken], labels: Sequence[str]) -> list
     if len(matches) != 1 or matches[0].end() == len(text):
         return None
     ends = list(accumulate(len(token.text) for token in tokens))
-    place = bisect_right(ends, matches[0].end())
-    token = tokens[place]
-    before = token.text[: matches[0].end() - (ends[place] - len(token.text))].strip()
+    index = bisect_right(ends, matches[0].end())
+    token = tokens[index]
+    before = token.text[: matches[0].end() - (ends[index] - len(token.text))].strip()
     logprobs = [-math.inf] * len(labels)
     for other, logprob in token.logprobs.items():
         token_text = other.strip()

@@ -30,7 +30,7 @@ DebateTrain: TypeAlias = str
 """The name of a mode, or a custom one as `package.module:object`, `path/file.py:object`."""
 
 LOSER_WEIGHT = 0.5
-"""How much a loser counts in `negatives`. Below 1: what is pushed down has nowhere in particular to go."""
+"""How much a loser counts in `negatives`. Below 1, because pushing a reply down does not say what to prefer to it."""
 
 
 class TrainingMode(ABC):
@@ -76,20 +76,20 @@ class Mode(TrainingMode):
     reward: DebateReward
     advantage: AdvantageConfig
     by_turn: bool = False
-    """the task's reward goes to the answer, all else to each speech; else the whole reward is that of the debate"""
+    """the answer gets the task's reward and each speech the other terms; else the debate has one reward"""
     loser_weight: float = 1.0
     """what losers' rewards are multiplied by"""
 
     def turn_rewards(self, transcript: Transcript, seat: Seat) -> list[float]:
         turns = transcript.sampled_turns(seat)
         weight = 1.0 if transcript.won(seat) else self.loser_weight
-        of_answer = weight * self.reward.only("task")(transcript, seat)
-        of_rest = weight * self.reward.without("task")(transcript, seat)
+        answer_reward = weight * self.reward.only("task")(transcript, seat)
+        other_reward = weight * self.reward.without("task")(transcript, seat)
         if self.by_turn:
-            return [of_answer if turn.kind == "answer" else of_rest for turn in turns]
-        rewards = [of_answer if turn.kind == "answer" else 0.0 for turn in turns]
+            return [answer_reward if turn.kind == "answer" else other_reward for turn in turns]
+        rewards = [answer_reward if turn.kind == "answer" else 0.0 for turn in turns]
         answers = any(turn.kind == "answer" for turn in turns)
-        rewards[-1] += of_rest if answers else of_answer + of_rest  # a critic gives none
+        rewards[-1] += other_reward if answers else answer_reward + other_reward  # a critic gives no answer
         return rewards
 
     def is_trained(self, transcript: Transcript, seat: Seat) -> bool:

@@ -1,8 +1,8 @@
 """Training signals without ground truth: a judge who can check steps of an answer accepts or rejects it.
 
-They differ in who chooses the step, and in what speeches earn (`signals`): in a debate another copy of the policy names it,
-which wins if it is wrong; in a consultancy the author of the answer, who wins if it is right; in direct judging it is drawn.
-How several speeches, or estimates of all steps, come to one step is `dispute`.
+They differ in who chooses the step, and in how speeches are rewarded (`signals`). In a debate another copy of the policy names it
+and wins if it is wrong; in a consultancy the answer's author names it and wins if it is right; in direct judging it is
+random. `dispute` chooses one step from several speeches, or from estimates of all steps.
 
 Answer and speech are two turns of one trajectory with separate rewards (advantage.credit=turn keeps them apart).
 """
@@ -36,13 +36,13 @@ from tinker_cookbook.utils.misc_utils import gather_all
 from tinker_cookbook.utils.seeds import derive_seed
 
 OVERSIGHT_ADVANTAGE = AdvantageConfig(baseline="mean", scale="token", credit="turn")
-"""Answers against the answers to the same question, speeches against the speeches."""
+"""The baseline of an answer is the mean over answers to its question, that of a speech the mean over speeches."""
 
 
 @dataclass(frozen=True)
 class Accepted(TrainingMode):
-    """An answer's reward is 1 if it is accepted, else 0. A speech for an answer has the same reward; one against another's
-    answer gets 1 if that is rejected, and an estimator's its score (`dispute.estimator_score`). Speeches that are not paid get 0.
+    """An answer's reward is 1 if it is accepted, else 0. A speech for an answer has the same reward; one against the
+    other seat's answer gets 1 if that is rejected; an estimator's gets `dispute.estimator_score`. Unpaid speeches get 0.
     A debate trains nothing unless each of its answers has a verdict.
     """
 
@@ -54,8 +54,8 @@ class Accepted(TrainingMode):
         accepted = bool(transcript.accepted(seat))
         if not self.pays_speeches:
             return [float(accepted and turn.kind == "answer") for turn in transcript.sampled_turns(seat)]
-        won = not transcript.accepted(seat.opponent) if transcript.objects else accepted
-        worth = transcript.earned.get(seat, float(won))
+        won = not transcript.accepted(seat.opponent) if transcript.speeches_object else accepted
+        worth = transcript.speech_rewards.get(seat, float(won))
         return [float(accepted) if turn.kind == "answer" else worth for turn in transcript.sampled_turns(seat)]
 
     def is_trained(self, transcript: Transcript, seat: Seat) -> bool:
@@ -70,7 +70,7 @@ class OversightProtocol(DebateProtocol):
     """Answers that are accepted or rejected one by one; in a debate both seats answer, and object to each other's
     answer.
 
-    `judge` sees only steps; `seed` is for the random steps.
+    `judge` sees only steps; `seed` draws the random steps.
     """
 
     name: str = "debate"
@@ -136,71 +136,74 @@ class OversightProtocol(DebateProtocol):
             verdict = _holds(transcript.solution(seat) == most)
         else:
             verdict = await self._check_steps(transcript, seat, policy)
-        transcript.of_answers[seat] = verdict
+        transcript.answer_verdicts[seat] = verdict
 
     async def _check_steps(self, transcript: Transcript, seat: Seat, policy: TokenCompleter | None) -> Verdict:
-        """A malformed answer is rejected. Otherwise it is accepted if all steps that are checked hold; if a speech should have
-        named one and did not, its speaker loses.
+        """A malformed answer is rejected. Otherwise it is accepted if all checked steps hold; a speaker that should have
+        named a step and did not loses.
         """
         signal = self.signal
         task = require_steps(self.task, f"protocol={self.name}")
         answer, *_ = transcript.turns[seat]
         steps = None if answer.malformed else task.steps(transcript.item, answer.text)
         if steps is None or not signal.has_judge:
-            transcript.earned |= {seat.opponent: 0.0} if signal.protocol == "prover_estimator" else {}
+            transcript.speech_rewards |= {seat.opponent: 0.0} if signal.protocol == "prover_estimator" else {}
             return _holds(steps is not None)
         *group, debate = transcript.key
         key = (*group, debate * self.config.num_speakers + seat)
-        drawn = derive_seed(self.seed, "step", *key)
+        step_seed = derive_seed(self.seed, "step", *key)
         doubted: Doubted | None = None
         if signal.protocol == "prover_estimator":
-            doubted = most_doubted(task, transcript.item, steps, transcript.turns[seat.opponent][-1], drawn)
-            transcript.earned[seat.opponent] = WORST_SCORE
+            doubted = most_doubted(task, transcript.item, steps, transcript.turns[seat.opponent][-1], step_seed)
+            transcript.speech_rewards[seat.opponent] = WORST_SCORE
             chosen = [] if doubted is None else [doubted.step]
         elif signal.named:
             named = self._named(transcript, seat, steps)
             chosen = [] if named is None else [named]
         else:
-            chosen = _drawn(steps, signal.checks, drawn)
+            chosen = _draw_steps(steps, signal.checks, step_seed)
         if not chosen:
-            return _holds(transcript.objects)
+            return _holds(transcript.speeches_object)
         verdict = _holds(True)
-        spoken = None if not signal.named else "wrong" if transcript.objects else "right"
+        spoken = None if not signal.named else "wrong" if transcript.speeches_object else "right"
         for i, step in enumerate(chosen):
             checked = await task.check_step(transcript.item, answer.text, step)
             transcript.checked[seat] = [*transcript.checked.get(seat, []), checked]
-            place = (
-                steps.index(step) / len(steps) if step in steps else 0.0
-            )  # a speaker may name what is not among them
+            # A speaker may name a step that is not in the answer.
+            place = steps.index(step) / len(steps) if step in steps else 0.0
             view = step_view(checked, (*key, i) if i else key, place, spoken)
             verdict = await self.ask(self.judge, policy, view)
             if verdict.winner is not Winner.A:
                 break
         if doubted is not None:
             holds = verdict.winner is Winner.A
-            transcript.earned[seat.opponent] = estimator_score(doubted.estimate, holds, len(steps))
+            transcript.speech_rewards[seat.opponent] = estimator_score(doubted.estimate, holds, len(steps))
         return verdict
 
     def _named(self, transcript: Transcript, seat: Seat, steps: Sequence[Step]) -> Step | None:
-        """The step of the seat's answer that was named last, by who speaks about it."""
-        speaker = seat.opponent if transcript.objects else seat
+        """The step of the seat's answer that its speaker named last."""
+        speaker = seat.opponent if transcript.speeches_object else seat
         if isinstance(transcript, Dispute):
             return transcript.narrowed(speaker).named
         _, *speeches = transcript.turns[speaker]
         task = require_steps(self.task, f"protocol={self.name}")
-        said = [task.step_of_speech(transcript.item, steps, speech.text) for speech in speeches if not speech.malformed]
-        named = [step for step in said if step is not None]
-        return named[-1] if named else None  # who names none in a rebuttal stands by the objection
+        mentioned = [
+            task.step_of_speech(transcript.item, steps, speech.text) for speech in speeches if not speech.malformed
+        ]
+        named = [step for step in mentioned if step is not None]
+        return named[-1] if named else None  # a rebuttal that names no step stands by the objection
 
     def metrics(self, members: Sequence[Member], trajectories_G: Sequence[Trajectory]) -> list[Metrics]:
         per_member = [_metrics(*member, has_judge=self.signal.has_judge) for member in members]
         if self.signal.has_judge and self.signal.protocol in SPOKEN:
-            per_member = [of | _metrics_of_speech(*member) for of, member in zip(per_member, members, strict=True)]
+            per_member = [
+                metrics | _speech_metrics(*member) for metrics, member in zip(per_member, members, strict=True)
+            ]
         per_member[0] |= _pair_metrics(members)
         return per_member
 
     def records(self, members: Sequence[Member]) -> list[Record]:
-        """Records of each answer."""
+        """One record per answer."""
         return [
             Record(
                 "oversight",
@@ -213,11 +216,11 @@ class OversightProtocol(DebateProtocol):
 
     def member_info(self, transcript: Transcript, seat: Seat) -> dict[str, Any]:
         """As in `records.member_info`; the verdict is about this member's answer."""
-        accepted, checked = transcript.accepted(seat), _deciding(transcript, seat)
+        accepted, checked = transcript.accepted(seat), _deciding_step(transcript, seat)
         verdict = None if accepted is None else "accepted" if accepted else "rejected"
         words = None
         if checked is not None:
-            response = transcript.of_answers[seat].raw_response
+            response = transcript.answer_verdicts[seat].raw_response
             words = "\n".join([f"{checked.name}: {checked.claim}", *([response] if response else [])])
         return {
             **member_place(transcript, seat),
@@ -233,8 +236,8 @@ class OversightProtocol(DebateProtocol):
         return {}
 
 
-def _drawn(steps: Sequence[Step], count: int | None, seed: int) -> list[Step]:
-    """So many different steps, in a drawn order; None: all of them."""
+def _draw_steps(steps: Sequence[Step], count: int | None, seed: int) -> list[Step]:
+    """`count` distinct steps in random order; None: all of them."""
     if count == 1:
         return [steps[seed % len(steps)]]
     return Random(seed).sample(steps, min(len(steps), count or len(steps)))
@@ -255,14 +258,14 @@ def _texts(transcript: Transcript, seat: Seat) -> list[str]:
     return [turn.raw for turn in transcript.turns[seat]]
 
 
-def _deciding(transcript: Transcript, seat: Seat) -> Step | None:
-    """The step of an answer that was checked last, which decided; None if none was checked."""
+def _deciding_step(transcript: Transcript, seat: Seat) -> Step | None:
+    """The last checked step of an answer, which decided the verdict; None if none was checked."""
     checked = transcript.checked.get(seat)
     return checked[-1] if checked else None
 
 
 def _record(transcript: Transcript, seat: Seat, place: int, signal: str) -> dict[str, Any]:
-    checked, verdict = _deciding(transcript, seat), transcript.of_answers[seat]
+    checked, verdict = _deciding_step(transcript, seat), transcript.answer_verdicts[seat]
     return {
         "protocol": signal,
         "instance_id": transcript.item.id,
@@ -277,7 +280,7 @@ def _record(transcript: Transcript, seat: Seat, place: int, signal: str) -> dict
 
 
 def _metrics(transcript: Transcript, seat: Seat, has_judge: bool) -> Metrics:
-    """Metrics of one answer. Those of the judge are over answers with a verdict.
+    """Metrics of one answer. Judge metrics are over answers with a verdict.
 
     - debate/accepted, and over right and wrong answers accepted_if_correct and accepted_if_wrong
     - debate/judge_accuracy: accepted if right, rejected if wrong
@@ -287,7 +290,7 @@ def _metrics(transcript: Transcript, seat: Seat, has_judge: bool) -> Metrics:
     - debate/invalid: there is no verdict
     - debate/judge_calls, judge_prompt_tokens, judge_cost and others of endpoints.Usage: of an endpoint judge
     """
-    accepted, verdict = transcript.accepted(seat), transcript.of_answers.get(seat)
+    accepted, verdict = transcript.accepted(seat), transcript.answer_verdicts.get(seat)
     usage: Mapping[str, float] = {} if verdict is None else verdict.usage
     metrics: Metrics = {f"debate/judge_{name}": value for name, value in usage.items()}
     metrics["debate/invalid"] = float(accepted is None)
@@ -306,21 +309,21 @@ def _metrics(transcript: Transcript, seat: Seat, has_judge: bool) -> Metrics:
     return metrics
 
 
-def _metrics_of_speech(transcript: Transcript, seat: Seat) -> Metrics:
-    """Metrics of what one seat says about an answer, where that has a verdict.
+def _speech_metrics(transcript: Transcript, seat: Seat) -> Metrics:
+    """Metrics of one seat's speeches about an answer that has a verdict.
 
-    - debate/honest_wins, dishonest_wins: the answer is accepted as the seat argues, or rejected; honest is who argues for a right
+    - debate/honest_wins, dishonest_wins: the verdict is the one that the seat argues for; it is honest if it argues for a right
       answer or against a wrong one
-    - debate/estimator_score: in their place, what an estimator earns (`dispute.estimator_score`)
+    - debate/estimator_score: for an estimator, instead of them, its reward (`dispute.estimator_score`)
     """
-    about = seat.opponent if transcript.objects else seat
+    about = seat.opponent if transcript.speeches_object else seat
     accepted = transcript.accepted(about)
     if accepted is None:
         return {}
-    if seat in transcript.earned:
-        return {"debate/estimator_score": transcript.earned[seat]}
-    side = "honest" if bool(transcript.correct(about)) != transcript.objects else "dishonest"
-    return {f"debate/{side}_wins": float(accepted != transcript.objects)}
+    if seat in transcript.speech_rewards:
+        return {"debate/estimator_score": transcript.speech_rewards[seat]}
+    side = "honest" if bool(transcript.correct(about)) != transcript.speeches_object else "dishonest"
+    return {f"debate/{side}_wins": float(accepted != transcript.speeches_object)}
 
 
 def _pair_metrics(members: Sequence[Member]) -> Metrics:

@@ -74,7 +74,7 @@ _OF_MANY = {
     "response": RESPONSE.replace("The other agent", "The other agents"),
     "closing": CLOSING.replace("The other agent", "The other agents"),
 }
-"""Where more than two debate."""
+"""With more than two debaters."""
 _PLACEHOLDERS: Mapping[str, tuple[str, ...]] = {
     "support": (),
     "confidence": (),
@@ -97,10 +97,10 @@ class Wording:
     assigned: str = ASSIGNED
     heard: str = HEARD
     narrowing: str = ""
-    """of an examiner's speeches after the first, which only tasks with steps word; {first} and {last}: the steps that are left"""
+    """request for an examiner's later speeches, worded by tasks with steps; {first} and {last}: the range of remaining steps"""
 
     def opening(self, role: Role, answer: str | None, others: Sequence[str], hears: bool) -> str:
-        """The text after the question in the first prompt of a seat without an answer of its own."""
+        """The text after the question in the first prompt of a seat that does not propose an answer."""
         if role == "critic":
             return self.critique
         text = self.assigned.replace(OWN_ANSWER, answer or "").replace(OTHER_ANSWERS, "; ".join(others))
@@ -137,7 +137,7 @@ def _text(doc: str) -> str | None:
 class DebatePrompts:
     """Wording of the turns. Raises ConfigurationError when a text does not have its placeholders exactly once."""
 
-    confidence: str | None = _text("added to the request for an answer; empty for nothing")
+    confidence: str | None = _text("added to the request for an answer; empty: nothing is added")
     rebuttal: str | None = _text("first speech after the seat's answer; {opponent}: the other seats' turns")
     response: str | None = _text("speeches between the first and the last; {opponent}")
     closing: str | None = _text("last speech; {opponent}")
@@ -146,7 +146,7 @@ class DebatePrompts:
     defence: str | None = _text("a proposer's speeches; {opponent}: the critic's")
     rejoinder: str | None = _text("a critic's later speeches; {opponent}: the proposer's")
     assigned: str | None = _text("first speech for an assigned answer; {answer}, {others}")
-    heard: str | None = _text("behind it where others spoke first; {opponent}")
+    heard: str | None = _text("added to it if others spoke first; {opponent}")
 
     @chz.validate
     def _placeholders(self) -> None:
@@ -156,7 +156,7 @@ class DebatePrompts:
     def _given(self) -> dict[str, str]:
         return {name: text for name in _TEXTS if (text := getattr(self, name)) is not None}
 
-    def settle(self, of_task: Mapping[str, str], seats: int = 2) -> Wording:
+    def resolve(self, of_task: Mapping[str, str], seats: int = 2) -> Wording:
         """Fill gaps with the task's wording, then the library's. Raises ConfigurationError for an invalid one."""
         check_wording(of_task, "Task.debate_prompts")
         return Wording(**{**(_OF_MANY if seats > 2 else {}), **of_task, **self._given})
@@ -172,7 +172,7 @@ def check_wording(texts: Mapping[str, str], name: str) -> None:
             count, right = text.count(placeholder), int(placeholder in wanted)
             if count != right:
                 how = "exactly once" if right else "nowhere"
-                raise ConfigurationError(f"{name}.{field} must hold {placeholder} {how}, found {count} times")
+                raise ConfigurationError(f"{name}.{field} must contain {placeholder} {how}, found {count} times")
 
 
 def judge_system_prompt(view: DebateView) -> str:

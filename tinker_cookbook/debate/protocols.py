@@ -10,8 +10,8 @@
 
 The last two have no judge; they are baselines for oversight (`debate.oversight`), which also has
 
-    consultancy_assigned  both seats answer; by turns of debates each argues for its own answer, or against the other's
-    bisection             each seat narrows down where the other's answer is wrong, in several speeches that nobody hears
+    consultancy_assigned  both seats answer; in alternate debates they argue for their own answer, or against the other's
+    bisection             each seat narrows down where the other's answer is wrong, in several speeches that stay unheard
     prover_estimator      each seat says how likely the steps of the other's answer are right
 
 Answers are proposed by the seats, or assigned: the right one and wrong ones, in an order that depends on the debate.
@@ -32,9 +32,9 @@ ProtocolName = Literal[
     "consultancy_assigned", "bisection", "prover_estimator",
 ]  # fmt: skip
 PROTOCOLS: tuple[ProtocolName, ...] = get_args(ProtocolName)[:5]
-"""With a judge of whole debates."""
+"""Protocols with a judge of whole debates."""
 OVERSIGHT: tuple[ProtocolName, ...] = ("debate", "consultancy", "direct", "self_consistency", "truth")
-"""With a judge of a single step, or none."""
+"""Protocols with a judge of single steps, or without a judge."""
 TWO_SIDED: tuple[ProtocolName, ...] = (
     "debate",
     "proposer_critic",
@@ -83,7 +83,7 @@ class ProtocolConfig:
     answers: Literal["proposed", "assigned"] = chz.field(
         default="proposed",
         doc="proposed: each seat answers for itself (an open consultancy); assigned: the right answer and wrong ones "
-        "(wrong_answers of a row, or answers to other questions) are given out",
+        "(wrong_answers of a row, or answers to other questions) are assigned to seats",
     )
     order: Literal["simultaneous", "sequential"] = chz.field(
         default="simultaneous", doc="of speeches: simultaneous, or sequential (each seat hears those before it)"
@@ -93,7 +93,7 @@ class ProtocolConfig:
     )
     seats: int = chz.field(default=2, doc=f"of a debate, 2 to {len(Seat)}; rollouts per debate")
     quotes: bool = chz.field(
-        default=False, doc="ask for <quote>...</quote> and tell the judge which quotes stand in the article"
+        default=False, doc="ask for <quote>...</quote> and tell the judge which quotes are in the article"
     )
 
     @chz.validate
@@ -125,7 +125,7 @@ class ProtocolConfig:
         return 0 if self.name not in SPOKEN else DEFAULT_ROUNDS if self.rounds is None else self.rounds
 
     @property
-    def places(self) -> tuple[Seat, ...]:
+    def verdict_seats(self) -> tuple[Seat, ...]:
         """The seats of the verdict; one if it says whether an answer is right."""
         if self.name == "consultancy" and self.answers == "assigned":
             return (Seat.A, Seat.B)
@@ -140,7 +140,7 @@ class ProtocolConfig:
         """The seats that the policy speaks for. With assigned answers, `draw` picks whose consultant it is."""
         if self.name == "consultancy" and self.answers == "assigned":
             return (Seat(draw % 2),)
-        return self.places
+        return self.verdict_seats
 
     def role(self, seat: Seat, speakers: tuple[Seat, ...]) -> Role:
         if seat not in speakers or self.num_rounds == 0:
@@ -152,8 +152,8 @@ class ProtocolConfig:
         return "consultant" if self.name.startswith("consultancy") else "debater"
 
     def slots(self, speakers: tuple[Seat, ...], draw: int = 0) -> tuple[Slot, ...]:
-        """The slots in order. Answers are always given independently, whatever the order of the speeches. In an assigned
-        consultancy of oversight an even `draw` has its speakers argue for their own answers, and others go unheard.
+        """The slots in order. Answers are always given independently, whatever the order of the speeches. With
+        consultancy_assigned and an even `draw`, speakers argue for their own answers and do not hear each other.
         """
         critical = self.name == "proposer_critic"
         hears = self.name != "consultancy_assigned" or draw % 2 == 1
@@ -173,5 +173,5 @@ def heard_before(slots: tuple[Slot, ...], seat: Seat, slot: int) -> tuple[Heard,
     """
     turns = [i for i in range(slot) if seat in slots[i].speakers]
     since = turns[-1] if turns else 0
-    told = [(other, i) for i in range(since, slot) if slots[i].is_heard for other in slots[i].speakers]
-    return tuple(Heard(other, i) for other, i in told if other is not seat)
+    turns_heard = [(other, i) for i in range(since, slot) if slots[i].is_heard for other in slots[i].speakers]
+    return tuple(Heard(other, i) for other, i in turns_heard if other is not seat)

@@ -1,4 +1,4 @@
-"""Records of a debate: everything that was said, as text and as ids with logprobs, and the judge's prompts and replies."""
+"""Records of a debate: all turns, as text and as ids with logprobs, and the judge's prompts and replies."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -46,12 +46,12 @@ def debate_record(transcript: Transcript, members: Mapping[int, Seat]) -> Record
 
 
 def member_info(transcript: Transcript, seat: Seat) -> dict[str, Any]:
-    """Info of a rollout: its place in the debate, and the debate's outcome. Goes into rollouts.parquet, for pages.
+    """Info of a rollout, for rollouts.parquet: its debate and seat, and the debate's outcome.
 
     - debate: which debate of the group; protocol; agent: the seat; role
     - rounds: of each turn, 0 for the answer
     - assigned_answers: by seat, if answers are assigned
-    - verdict; judge: its words; measured_verdicts: of judges used only for measurement, by name
+    - verdict; judge: its reply; measured_verdicts: of judges used only for measurement, by name
     """
     verdict, protocol = transcript.verdict, transcript.protocol
     info: dict[str, Any] = {
@@ -69,7 +69,7 @@ def member_info(transcript: Transcript, seat: Seat) -> dict[str, Any]:
 
 
 def member_place(transcript: Transcript, seat: Seat) -> dict[str, Any]:
-    """The question of a rollout, and its place in the debate."""
+    """A rollout's question, debate, seat and rounds."""
     return {
         "question": transcript.item.question[:100],
         "instance_id": transcript.item.id,
@@ -92,7 +92,7 @@ def read_view(record: Mapping[str, Any]) -> DebateView:
 
 
 def _judge(verdict: Verdict) -> dict[str, Any]:
-    """The prompt and reply of a judge that has any; empty for others."""
+    """The judge's prompt, reply, shares and votes; empty if it has none."""
     words = judge_words(verdict.raw_response, verdict.call)
     if verdict.shares is not None:
         words["shares"] = list(verdict.shares)

@@ -15,10 +15,10 @@ from tinker_cookbook.env.rewards import Call, Weighted, finite_number, parse_wei
 from tinker_cookbook.plugins import Kind, Registry, parameter_problem
 
 Term = Callable[[Transcript, Seat], float]
-"""A number for a seat of a debate that has its verdict."""
+"""Part of a seat's reward. The debate has its verdict."""
 
 LENGTH_UNIT = 100
-"""Words of speeches that cost a whole reward."""
+"""Words of speeches that cost a reward of 1."""
 
 _CONCEDES = re.compile(
     r"\b(?:you are right|you're right|i was wrong|i am wrong|i'm wrong|my answer is wrong|my answer was wrong|i concede|"
@@ -53,7 +53,7 @@ def win(transcript: Transcript, seat: Seat) -> float:
 
 def task(transcript: Transcript, seat: Seat) -> float:
     """The task's reward of the seat's answer, as if there had been no debate; 0 if the answer is not the policy's. A critic
-    has no answer: 1 if the task says that the one it objects to is wrong, else 0.
+    has no answer: 1 if the task says that the criticised answer is wrong, else 0.
     """
     answer = transcript.answer(seat)
     if transcript.role(seat) == "critic":
@@ -112,7 +112,7 @@ def brevity(transcript, seat):  # a tinker_cookbook.debate.transcript.Transcript
         "concession": concession,
     },
 )
-"""What a debate's reward may be made of, by name. Penalties are negative: give them positive weights."""
+"""Terms of a debate's reward, by name. Penalties are negative: give them positive weights."""
 
 
 @dataclass(frozen=True)

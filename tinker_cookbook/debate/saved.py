@@ -23,14 +23,14 @@ class SavedDebate:
     """A debate as the judge saw it."""
 
     instance_id: str
-    """of the question, which several debates may be about"""
+    """of the question; several debates may share it"""
     view: DebateView
     verdict: Winner
     """the judge's verdict; INVALID if no judge was asked"""
 
     @property
     def label(self) -> Winner | None:
-        """The only right option; None if the task does not know, or several are right, or none."""
+        """The only right option; None if correctness is unknown, or the number of right options is not 1."""
         right = [i for i, seat in enumerate(self.view.both()) if seat.correct]
         known = all(seat.correct is not None for seat in self.view.both())
         return Winner(Seat(right[0]).name) if known and len(right) == 1 else None
@@ -42,7 +42,7 @@ class SavedDebate:
 
 @chz.chz(typecheck=True)
 class SavedDebates(FieldGroup):
-    """Debates that were held."""
+    """Where to read saved debates."""
 
     debates: str = chz.field(doc="folder of a run with debates, or a .jsonl file of debates")
 

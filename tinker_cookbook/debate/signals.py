@@ -1,8 +1,8 @@
-"""Training signals without the truth, by name: a protocol of oversight, what its judge checks, and what speeches earn.
+"""Training signals without the truth, by name: an oversight protocol, what its judge checks, and how speeches are rewarded.
 
     debate               the opponent names the step that the judge checks
     consultancy          the author names it
-    direct               a random step; direct_2, direct_3: as many of them; direct_all: all
+    direct               a random step; direct_2, direct_3: two or three of them; direct_all: all
     self_consistency     no judge: an answer is accepted if most answers to the question agree with it
     truth                no judge: the task's own verdict, which the others only use for measurement
 
@@ -11,7 +11,7 @@ Other ways of disputing an answer, at one check of the judge (`debate.dispute`):
     bisection            the opponent narrows down in several speeches where the answer is wrong, and the judge checks that step
     prover_estimator     the opponent says how likely each step is right; the judge checks the one that it doubts most
 
-Controls, each with one part of a debate taken away:
+Controls, each a debate with one component removed:
 
     format               an answer is accepted if it has the required form
     debate_random_step   the opponent speaks and is paid as in a debate, and the judge checks a random step
@@ -19,9 +19,9 @@ Controls, each with one part of a debate taken away:
     consultancy_assigned half of the speakers argue for their own answers, as in a consultancy, and half against another's, as in
                          a debate: no speaker chooses its side (assigned consultancy, Kenton et al. 2024)
 
-And one with a part added:
+And one with a component added:
 
-    debate_rebuttal      the opponent hears what was said against its own answer and speaks once more; the last step that it
+    debate_rebuttal      the opponent hears the objection to its own answer and speaks once more; the last step that it
                          named counts
 """
 
@@ -36,16 +36,16 @@ from tinker_cookbook.exceptions import ConfigurationError
 
 @dataclass(frozen=True)
 class Signal:
-    """How answers of a protocol are accepted."""
+    """How a protocol accepts answers."""
 
     protocol: ProtocolName
     checks: int | None = 1
     """steps of an answer that the judge checks, all of which must hold; None: every step"""
     named: bool = False
-    """the speech says which; else they are drawn"""
+    """the speech names the step; else steps are drawn at random"""
     pays_speeches: bool = True
     rounds: int = 1
-    """speeches of a speaker, where there are some, at most; the last step that they name counts"""
+    """maximum number of speeches of a speaker, if the protocol has any; the last named step counts"""
 
     @property
     def has_judge(self) -> bool:
@@ -54,7 +54,7 @@ class Signal:
 
     @property
     def needs_steps(self) -> bool:
-        """Whether it takes tasks with steps alone."""
+        """Whether it requires a task with steps."""
         return self.protocol not in ("self_consistency", "truth")
 
 
@@ -80,5 +80,5 @@ SIGNALS: dict[str, Signal] = {
 def get_signal(name: str) -> Signal:
     """Raises ConfigurationError for an unknown name."""
     if name not in SIGNALS:
-        raise ConfigurationError(f"protocol={name} is not a signal of oversight; use {', '.join(SIGNALS)}")
+        raise ConfigurationError(f"protocol={name} is not an oversight signal; use {', '.join(SIGNALS)}")
     return SIGNALS[name]

@@ -23,7 +23,7 @@ MakePlayer = Callable[[TaskItem, Seat], TokenCompleter]
 
 ELO_PER_NAT = 400 / math.log(10)
 PRIOR_GAMES = 1.0
-"""Ties with an average player that everybody is taken to have had, so that a player who never loses has a rating."""
+"""Prior: each player tied so many games with an average player, so that one who never loses has a finite rating."""
 
 
 @dataclass(frozen=True)
@@ -138,11 +138,11 @@ def elo(games: Sequence[Game], players: Sequence[str], draws: int = 200, seed: i
 
 def _wins(games: Sequence[Game], players: Sequence[str]) -> np.ndarray:
     """[i, j]: how often i has beaten j."""
-    place, wins = {name: i for i, name in enumerate(players)}, np.zeros((len(players), len(players)))
+    index, wins = {name: i for i, name in enumerate(players)}, np.zeros((len(players), len(players)))
     for game in games:
         assert game.score is not None
-        wins[place[game.a], place[game.b]] += game.score
-        wins[place[game.b], place[game.a]] += 1 - game.score
+        wins[index[game.a], index[game.b]] += game.score
+        wins[index[game.b], index[game.a]] += 1 - game.score
     return wins
 
 

@@ -17,11 +17,10 @@ from tinker_cookbook.utils.seeds import derive_seed
 
 @dataclass(frozen=True)
 class Turn:
-    """One spoken turn: its ids with the stop, if any; its content, for rewards and judges; and its whole text, for
-    people.
+    """One turn: its ids with the stop, if any; `text`, its content for rewards and judges; `raw`, the whole text for people.
 
-    malformed: it contains a control token before its end, so that it looks like several turns. An assigned answer has
-        no ids, because it was not sampled.
+    malformed: it contains a control token before its end, so that it looks like several turns.
+    is_sampled: False for an assigned answer, which has no ids.
     """
 
     tokens: list[int]
@@ -38,7 +37,7 @@ class Transcript:
     """One debate. A seat hears what others said since it last spoke; seats that share a slot do not hear each other.
 
     Args:
-        answers: the answer that each place argues for, if answers are assigned.
+        answers: the answer that each seat argues for, if answers are assigned.
         key: batch, group and debate; identifies it for judges that draw random numbers.
     """
 
@@ -52,23 +51,23 @@ class Transcript:
     ):
         self.task, self.item, self.key = task, item, key
         self.protocol = protocol or ProtocolConfig()
-        self.seats = self.protocol.places
+        self.seats = self.protocol.verdict_seats
         self.speakers = self.protocol.speakers(key[-1] if key else 0)
         self.slots = self.protocol.slots(self.speakers, sum(key))
         self.turns: dict[Seat, list[Turn]] = {seat: [] for seat in self.seats}
         self.scores: dict[Seat, Score] = {}
         self.verdict: Verdict | None = None
         self.measured: dict[str, Verdict] = {}
-        """verdicts that nothing is trained on: held_out, no_debate, with_key"""
+        """verdicts for measurement only: held_out, no_debate, with_key"""
         self.checked: dict[Seat, list[Step]] = {}
-        """of oversight, the steps that the judge looked at"""
-        self.of_answers: dict[Seat, Verdict] = {}
-        """of oversight, the verdict on each answer: A, it is accepted, or B"""
-        self.earned: dict[Seat, float] = {}
-        """of oversight, what the speeches of a seat are worth where they are not won or lost"""
+        """oversight: the steps that the judge checked, by the seat of their answer"""
+        self.answer_verdicts: dict[Seat, Verdict] = {}
+        """oversight: the verdict on each answer; A: accepted, B: rejected"""
+        self.speech_rewards: dict[Seat, float] = {}
+        """oversight: the reward of a seat's speeches, if they do more than win or lose"""
         self.judge_seconds = 0.0
         self.fits: bool | None = None
-        """whether the longest debate of it fits the context; None: not known yet"""
+        """whether the longest debate about this question fits the context window; None: not known yet"""
         self._spoken = {(seat, i): asyncio.Event() for i, slot in enumerate(self.slots) for seat in slot.speakers}
         for seat, answer in zip(self.seats if answers else (), answers, strict=True):
             text = f"<SOLUTION>{answer}</SOLUTION>"
@@ -89,7 +88,7 @@ class Transcript:
     async def speak(self, seat: Seat, turn: Turn) -> None:
         """Add a seat's next turn. An answer fixes its solution and task reward."""
         slot = self.next_slot(seat)
-        assert slot is not None, f"seat {seat.name} has said all"
+        assert slot is not None, f"seat {seat.name} has no turn left"
         self.turns[seat].append(turn)
         if turn.kind == "answer":
             self.scores[seat] = await call_reward(self.task.score, self.item, turn.text)
@@ -140,16 +139,16 @@ class Transcript:
 
     def accepted(self, seat: Seat) -> bool | None:
         """Under oversight, whether the seat's answer is accepted; None: there is no verdict."""
-        verdict = self.of_answers.get(seat)
+        verdict = self.answer_verdicts.get(seat)
         return None if verdict is None else {Winner.A: True, Winner.B: False}.get(verdict.winner)
 
     @property
-    def objects(self) -> bool:
+    def speeches_object(self) -> bool:
         """Under oversight, whether speeches are about the other seat's answer, not the speaker's own."""
         return len(self.speakers) == 2 and self.slots[0].is_heard
 
     def request(self, seat: Seat, text: str) -> str:
-        """What a seat is asked, from the protocol's own text."""
+        """The request to a seat, from the protocol's text."""
         return text
 
     def won(self, seat: Seat) -> bool:
@@ -196,8 +195,8 @@ def assign_answers(num_seats: int, right: str, wrong: Sequence[str], key: tuple[
     draw = derive_seed(seed, "assigned answers", *key)
     ordered: list[str] = []
     while answers:
-        draw, place = divmod(draw, len(answers))
-        ordered.append(answers.pop(place))
+        draw, index = divmod(draw, len(answers))
+        ordered.append(answers.pop(index))
     return ordered
 
 

@@ -27,7 +27,7 @@ class Seat(IntEnum):
 
     @property
     def opponent(self) -> Seat:
-        """The other one of two."""
+        """The other seat of a two-sided debate."""
         return Seat(1 - self)
 
 
@@ -68,11 +68,11 @@ class Verdict:
     call: JudgeCall | None = None
     retries: int = 0
     usage: Mapping[str, float] = field(default_factory=dict[str, float])
-    """what asking an endpoint took: calls, tokens, cost"""
+    """of an endpoint: calls, tokens, cost"""
     shares: tuple[float, ...] | None = None
     """of a soft verdict, the probability that each option wins; they sum to 1. None: a hard verdict"""
     votes: tuple[Winner, ...] = ()
-    """the single verdicts that it was made of, in the view's own order; empty when there was one"""
+    """the verdicts that were merged into this one, in the view's order; empty for a single verdict"""
 
     def share(self, option: int, num_options: int) -> float | None:
         """Probability in [0, 1] that this option wins: 1 or 0 for a hard verdict, 1 / num_options for TIE, None for INVALID."""
@@ -88,34 +88,34 @@ class SeatView:
     """One side as a judge may see it. `reward` and `correct` are the truth, for judges that know it (baselines, tests)."""
 
     rounds: list[str]
-    """what it said, its answer first"""
+    """its turns, the answer first"""
     confidence: float | None = None
     reward: float = 0.0
     correct: bool | None = None
     role: Role = "debater"
     place: float = 0.0
-    """of a step: the share of its answer's steps before it"""
+    """of a step: the fraction of its answer's steps that come before it"""
     spoken: Literal["right", "wrong"] | None = None
-    """of a step: what the speech that names it says of it; None: no speech does. Models are not told"""
+    """of a step: the opinion of the speech that names it; None: no speech does. Hidden from models"""
 
 
 @dataclass(frozen=True)
 class DebateView:
     """Everything that a judge may see.
 
-    With one seat the question is whether its answer is right: verdict A says that it is, B that it is not.
+    With one seat, verdict A says that its answer is right, B that it is wrong.
     """
 
     context: str
     seats: tuple[SeatView, ...]
     key: tuple[int, ...]
-    """names the debate within the run, for judges that draw random numbers"""
+    """identifies the debate within the run, for judges that draw random numbers"""
     reference: str | None = None
-    """the answer key, for the baseline that has it"""
+    """the answer key, for the baseline judge that sees it"""
 
     @property
     def num_options(self) -> int:
-        """Number of possible verdicts besides TIE."""
+        """Number of possible verdicts, not counting TIE."""
         return max(2, len(self.seats))
 
     @property
@@ -152,7 +152,7 @@ class DebateView:
         return replace(self, seats=tuple(self.seats[i] for i in order))
 
     def without_speeches(self) -> DebateView:
-        """The answers only, as if there had been no speeches. Without its critic, an answer is judged alone."""
+        """The answers only, as if there had been no speeches. A criticised answer is judged alone."""
         answers = (seat for seat in self.seats if seat.role != "critic")
         return replace(self, seats=tuple(replace(seat, rounds=seat.rounds[:1], role="answer") for seat in answers))
 

@@ -27,8 +27,8 @@ from tinker_cookbook.utils.narrowing import is_list, is_object, is_tuple, to_lis
 T = TypeVar("T")
 
 DECISION = "decision"
-"""The input of a datum that says of which decision it is: float64 (3,), the number of choices, its own place, and its target. It
-is taken off before the datum is trained on (`split_decisions`)."""
+"""The loss input that identifies a datum's decision: (3,), the number of choices, the choice's index, and its target.
+`split_decisions` removes it before training."""
 SUM_TOLERANCE = 1e-6
 
 EXPECTED = '{"question": "...", "choices": ["...", "..."], "outcome": "..."}, or "probabilities", a list, instead of the outcome'
@@ -50,7 +50,7 @@ def rows():
 
 @dataclass(frozen=True)
 class Decision:
-    """A question with its choices, and the probability of each to be the outcome."""
+    """A question with its choices, and the probability that each is the outcome."""
 
     messages: tuple[Message, ...]
     choices: tuple[str, ...]
@@ -134,14 +134,14 @@ def choice_tokens(
 def decision_datums(row: Decision, renderer: Renderer, max_length: int | None) -> list[tinker.Datum]:
     """A datum for each choice, in order, with the input DECISION.
 
-    Raises DataValidationError where max_length would cut a choice, because its probability would be that of its beginning.
+    Raises DataValidationError if max_length would truncate a choice: its probability would be that of a prefix.
     """
     datums: list[tinker.Datum] = []
     for place, (choice, target) in enumerate(zip(row.choices, row.target, strict=True)):
         model_input, weights = choice_tokens(row.messages, choice, renderer)
         if max_length is not None and model_input.length > max_length:
             raise DataValidationError(
-                f"a choice has {model_input.length} tokens with its question; raise max_length={max_length}"
+                f"a choice and its question have {model_input.length} tokens; raise max_length={max_length}"
             )
         datum = datum_from_model_input_weights(model_input, weights, None, "none")
         about = torch.tensor([len(row.choices), place, target], dtype=torch.float32)
@@ -151,19 +151,19 @@ def decision_datums(row: Decision, renderer: Renderer, max_length: int | None) -
 
 
 def split_decisions(data: Sequence[tinker.Datum]) -> tuple[list[tinker.Datum], list[list[float]]]:
-    """The datums as a loss takes them, and the targets of each decision, in order.
+    """The datums without the input DECISION, and the targets of each decision, in order.
 
-    Raises DataValidationError for datums that are not those of whole decisions.
+    Raises DataValidationError unless the datums are whole decisions.
     """
     plain: list[tinker.Datum] = []
     targets: list[list[float]] = []
     left = 0
     for i, datum in enumerate(data):
         if DECISION not in datum.loss_fn_inputs:
-            raise DataValidationError(f"datum {i} is of no decision; use a DecisionDatasetBuilder")
+            raise DataValidationError(f"datum {i} belongs to no decision; use a DecisionDatasetBuilder")
         count, place, target = to_list(datum.loss_fn_inputs[DECISION].to_torch())
         if place != (0 if not left else len(targets[-1])):
-            raise DataValidationError(f"datum {i} is choice {place:.0f} of its decision, where another was to come")
+            raise DataValidationError(f"datum {i} is choice {place:.0f} of its decision, out of order")
         if not left:
             targets.append([])
             left = int(count)
@@ -178,7 +178,7 @@ def split_decisions(data: Sequence[tinker.Datum]) -> tuple[list[tinker.Datum], l
 
 @chz.chz(typecheck=True)
 class DecisionBatches(ChatDatasetBuilder):
-    """A builder whose examples are decisions; `common_config.batch_size` counts them, and none is divided."""
+    """A builder whose examples are decisions; `common_config.batch_size` counts decisions, and none is split."""
 
     @chz.validate
     def _check_common_config(self) -> None:

@@ -1,4 +1,4 @@
-"""Questions with a date and a yes or no, held out by date, and how good forecasts of them are."""
+"""Yes-or-no questions with a date, held out by date, and the verification of forecasts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tinker_cookbook.utils.intervals import student_mean, wilson
 
 YES, NO = "yes", "no"
 HELD_OUT_SHARE = 0.2
-"""Of the dates, the last ones, where no cutoff is given."""
+"""Fraction of the dates that is held out, the last ones, if no cutoff is given."""
 EXPECTED = '{"question": "...", "date": "2025-03-01", "outcome": true}'
 FORECASTS: Registry[Callable[[], Any]] = Registry(
     Kind(
@@ -42,13 +42,13 @@ def rows():
 
 @dataclass(frozen=True)
 class Forecast:
-    """A question that was asked on a date, with its outcome."""
+    """A question asked on a date, and its outcome."""
 
     question: str
     asked: date
     outcome: bool
     probability: float | None = None
-    """of yes, where it is known"""
+    """of yes, if it is known"""
     place: str = ""
 
     @property
@@ -144,22 +144,22 @@ class ForecastDatasetBuilder(ForecastRows, DecisionBatches):
 
 
 def verification(forecasts: Sequence[float], rows: Sequence[Forecast], base_rate: float) -> dict[str, float]:
-    """How good forecasts are.
+    """Verification scores of forecasts.
 
     Args:
         forecasts: the probability of yes for each row.
-        base_rate: the share of yes among the training questions: the forecast that one would make without reading.
+        base_rate: the fraction of yes among the training questions: the forecast of a constant baseline.
 
     Returns:
         `decision_metrics` of the outcomes; `reference_brier`, the Brier score of `base_rate`; `skill`, 1 - brier /
         reference_brier; `gain`, reference_brier - brier, with `gain_low` and `gain_high`, its 95 % interval over questions; and,
-        where probabilities are known, `distance_to_known`, the mean of |forecast - probability|, and `known_brier`, their score.
+        if probabilities are known, `distance_to_known`, the mean of |forecast - probability|, and `known_brier`, their score.
     """
     targets = [row.decision.target for row in rows]
     metrics = decision_metrics([(p, 1 - p) for p in forecasts], targets)
-    of_each = [_brier(p, row.outcome) for p, row in zip(forecasts, rows, strict=True)]
+    scores = [_brier(p, row.outcome) for p, row in zip(forecasts, rows, strict=True)]
     reference = [_brier(base_rate, row.outcome) for row in rows]
-    gain = student_mean([theirs - ours for theirs, ours in zip(reference, of_each, strict=True)])
+    gain = student_mean([theirs - ours for theirs, ours in zip(reference, scores, strict=True)])
     mean_reference = sum(reference) / len(reference)
     metrics |= {
         "reference_brier": mean_reference,
@@ -176,12 +176,12 @@ def verification(forecasts: Sequence[float], rows: Sequence[Forecast], base_rate
 
 
 def _brier(probability: float, outcome: bool) -> float:
-    """Of both choices together, as in `rules.score`: 0 to 2."""
+    """Summed over both choices, as in `rules.score`: 0 to 2."""
     return 2 * (probability - outcome) ** 2
 
 
 def reliability(forecasts: Sequence[float], rows: Sequence[Forecast]) -> list[list[str]]:
-    """For each bin of forecasts: its range, how many, their mean, and the share that came true with its 95 % interval."""
+    """For each bin of forecasts: its range, count, mean, and the fraction of yes with its 95 % interval."""
     table: list[list[str]] = []
     for low, members in bins(forecasts).items():
         came = sum(rows[i].outcome for i in members)

@@ -1,4 +1,4 @@
-"""The probabilities of choices under weights that are only asked."""
+"""The probabilities of choices under frozen weights."""
 
 from __future__ import annotations
 

@@ -9,15 +9,15 @@ from tinker_cookbook.utils.seeds import derive_seed
 
 COLOURS = ("red", "blue")
 MOST_MARBLES = 9
-"""Of a colour."""
+"""Most marbles of a colour in a bag."""
 DRAWS = 40
-"""Training rows of each bag, with an outcome each."""
+"""Training rows per bag, each with a drawn outcome."""
 HELD_OUT = 5
-"""One bag in so many is held out."""
+"""One bag in HELD_OUT is held out."""
 
 TOWNS = ("Larkfield", "Mossby", "Fenwick", "Ostley", "Quarne", "Tillham", "Brackwater", "Suncote")
 WINDOW = 10
-"""Days that a question about rain tells of."""
+"""Days of history in a question about rain."""
 FIRST_DAY = date(2024, 1, 1)
 DAYS = 500
 
@@ -43,7 +43,7 @@ def marbles() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 def rain() -> list[dict[str, Any]]:
     """Forecasts of rain, by date: how many of the last days were wet, and whether the next one is; its probability is known.
 
-    A wet day is likely after wet days: with k of the last WINDOW days wet, the next is with probability (k + 1) / (WINDOW + 2).
+    With k of the last WINDOW days wet, the next day is wet with probability (k + 1) / (WINDOW + 2).
     """
     rows: list[dict[str, Any]] = []
     for town in TOWNS:

@@ -27,7 +27,7 @@ class DecisionOptions(EpochOptions):
 
     rule: Rule = chz.field(
         default="cross_entropy",
-        doc="the proper scoring rule that is trained on: cross_entropy, or brier, which is bounded",
+        doc="the proper scoring rule to train on: cross_entropy, or brier, which is bounded",
     )
 
 
@@ -37,7 +37,7 @@ class Config(DecisionOptions, EpochConfig):
 
 
 def check_config(config: Config) -> EpochData:
-    """Check everything that needs no model; returns the data that were read for that.
+    """Check everything that needs no model; returns the data read for it.
 
     Raises:
         ConfigurationError: backend, model, or nothing to train on.

@@ -10,14 +10,14 @@ from tinker_cookbook.runs.evaluation import SamplingClientEvaluator
 
 
 class BenchmarkEvaluator(SamplingClientEvaluator):
-    """Asks the same items of a benchmark at each evaluation, and keeps no trajectories.
+    """Runs the same items of a benchmark at each evaluation, without saving trajectories.
 
     Args:
         benchmark_name: a name of `REGISTRY`.
         max_examples: items per evaluation.
-        max_tokens: of a reply.
+        max_tokens: longest reply.
         dataset_path: as in `get_benchmark`.
-        seed: of the samples; the same at each evaluation, so that a change is one of the weights.
+        seed: of the samples; fixed, so that only the weights change between evaluations.
 
     Raises:
         BenchmarkNotFoundError, ConfigurationError: as in `get_benchmark`.

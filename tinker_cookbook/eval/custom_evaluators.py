@@ -19,7 +19,7 @@ QA_DATASET = [
     {"input": f"What is the capital of {country}?", "output": capital}
     for country, capital in (("France", "Paris"), ("Germany", "Berlin"), ("Italy", "Rome"))
 ]
-"""Questions to begin with."""
+"""Example questions."""
 MAX_TOKENS, TEMPERATURE = 100, 0.7
 
 

@@ -1,4 +1,4 @@
-"""inspect-ai with our policies: a model for its tasks, a task for our items, and an evaluator for training loops.
+"""inspect-ai on our policies: a model for its tasks, a task for our items, and an evaluator for training loops.
 
 inspect-ai (extra `inspect`) is imported on first use. A reply is sampled through the policy's renderer; inspect gets
 tool calls, logprobs and token counts in the form that other providers use.
@@ -40,7 +40,7 @@ from tinker_cookbook.utils.misc_utils import resolved
 from tinker_cookbook.weights_config import Policy
 
 MAX_CONNECTIONS = 256
-"""Requests at a time: the engine batches them, so many are better than inspect's default of ten."""
+"""Concurrent requests. The engine batches them, so use more than inspect's default of ten."""
 
 _UNSUPPORTED = (
     "best_of",
@@ -54,7 +54,7 @@ _UNSUPPORTED = (
     "modalities",
     "extra_body",
 )
-"""Settings of inspect that would change a reply and that nothing here can follow."""
+"""Settings of inspect that would change a reply but are not supported."""
 
 
 def require_inspect() -> SimpleNamespace:
@@ -271,7 +271,7 @@ def _logprobs(renderer: Renderer, sequence: Any) -> Any:
 
 
 SHIPPED_TASKS = ("qa/", "summary/")
-"""How the names of the library's tasks begin; any other name is inspect's."""
+"""Prefixes of the library's tasks; other names are inspect's."""
 
 
 def task_of_items(spec: str, split: Literal["train", "test"] = "test", max_items: int | None = None) -> Any:
@@ -314,7 +314,7 @@ async def run_inspect(tasks: Any, model: Any, log_dir: str | Path, **options: An
     for log in logs:
         if log.status != "success" or log.results is None:
             reason = log.error.message if log.error is not None else log.status
-            raise TrainingError(f"inspect task {log.eval.task} did not end well: {reason}")
+            raise TrainingError(f"inspect task {log.eval.task} failed: {reason}")
         for score in log.results.scores:
             for name, metric in score.metrics.items():
                 metrics[f"{log.eval.task}/{score.name}/{name}"] = float(metric.value)
@@ -322,11 +322,11 @@ async def run_inspect(tasks: Any, model: Any, log_dir: str | Path, **options: An
 
 
 class InspectEvaluator(SamplingClientEvaluator):
-    """Runs inspect tasks on a snapshot; metrics come as `<name>/<task>/<scorer>/<metric>`."""
+    """Runs inspect tasks on a snapshot; metrics are named `<name>/<task>/<scorer>/<metric>`."""
 
     def __init__(self, builder: "InspectEvaluatorBuilder") -> None:
         if builder.model_name is None:
-            raise ConfigurationError("model_name=None: name the base model of what is evaluated")
+            raise ConfigurationError("model_name=None: name the base model of the evaluated weights")
         self._builder, self._model = builder, builder.model_name
         self._renderer_name = builder.renderer_name or model_info.get_recommended_renderer_name(self._model)
         self._renderer = get_renderer_of_model(self._renderer_name, self._model)
@@ -358,8 +358,8 @@ class InspectEvaluator(SamplingClientEvaluator):
 class InspectKeys(FieldGroup):
     """How inspect runs a task."""
 
-    limit: int | None = chz.field(default=None, doc="samples of a task at most", validator=positive_or_none)
-    log_dir: str | None = chz.field(default=None, doc="where inspect's logs go; None: below the folder of runs")
+    limit: int | None = chz.field(default=None, doc="maximum number of samples per task", validator=positive_or_none)
+    log_dir: str | None = chz.field(default=None, doc="folder of inspect's logs; None: inside the folder of runs")
 
 
 @chz.chz(typecheck=True)
@@ -379,20 +379,20 @@ class InspectEvaluatorBuilder(
 
     DOCS = docs(
         model_name="base model, whose tokenizer and context to use",
-        renderer_name="how messages become tokens; None: the model's own",
+        renderer_name="how messages become tokens; None: the one recommended for the model",
     )
 
     tasks: str | list[str] = chz.field(
         default="qa/arithmetic",
-        doc=f"{' or '.join(f'{prefix}<dataset>' for prefix in SHIPPED_TASKS)}; others are inspect's own",
+        doc=f"{' or '.join(f'{prefix}<dataset>' for prefix in SHIPPED_TASKS)}; others are inspect's",
     )
     top_p: float | None = chz.field(
-        default=None, doc="sample from the likeliest tokens of this probability; None: from all"
+        default=None, doc="sample from the likeliest tokens with this total probability; None: all"
     )
-    top_k: int | None = chz.field(default=None, doc="sample from the k likeliest tokens alone; None: from all")
-    max_connections: int = chz.field(default=512, doc="samples under way at once", validator=chz.validators.gt(0))
+    top_k: int | None = chz.field(default=None, doc="sample from the k likeliest tokens only; None: all")
+    max_connections: int = chz.field(default=512, doc="concurrent samples", validator=chz.validators.gt(0))
     debug_errors: bool = chz.field(default=True, doc="an error in a sample ends the evaluation with its traceback")
-    log_level: str = chz.field(default="warning", doc="of inspect's own log")
+    log_level: str = chz.field(default="warning", doc="level of inspect's log")
 
     def __call__(self) -> InspectEvaluator:
         return InspectEvaluator(self)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import tinker
 
 DEFAULT_MAX_TOKENS = 2048
-"""The longest reply where a task does not say, as inspect has it."""
+"""Longest reply if the task sets no limit: inspect's default."""
 
 
 def InspectAPIFromTinkerSampling(
@@ -50,7 +50,7 @@ def InspectAPIFromTinkerSampling(
 
 
 def convert_inspect_messages(messages: Sequence[Any]) -> list[Message]:
-    """inspect's chat messages as the renderers'. Raises ConfigurationError for content other than text and reasoning."""
+    """Convert inspect's chat messages to the renderers'. Raises ConfigurationError for content other than text and reasoning."""
     return to_messages(messages)
 
 

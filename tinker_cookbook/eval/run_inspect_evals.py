@@ -22,15 +22,15 @@ async def main(config: Config) -> dict[str, float]:
 
     Raises:
         ConfigurationError: inspect-ai is not installed, neither weights nor a base model are named, or the checkpoint
-            belongs to another base model than model_name.
+            belongs to a base model other than model_name.
     """
     require_inspect()
     weights = WeightsConfig(
         base_model=config.model_name, load_checkpoint_path=config.model_path, renderer_name=config.renderer_name
     )
     policy = await weights.open_policy("model_path" if config.model_path is not None else "model_name")
-    settled = chz.replace(config, model_name=policy.base_model, renderer_name=policy.renderer_name)
-    metrics = await InspectEvaluator(settled)(policy.sampling_client)
+    resolved = chz.replace(config, model_name=policy.base_model, renderer_name=policy.renderer_name)
+    metrics = await InspectEvaluator(resolved)(policy.sampling_client)
     for name, value in metrics.items():
         print(f"{name}: {value:g}")
     return metrics

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class LoraCount(NamedTuple):
-    """Parameters at rank 1, by the parts that create_lora_training_client can switch on."""
+    """Parameters at rank 1, by the options of create_lora_training_client."""
 
     mlp: int
     attn: int
@@ -38,7 +38,7 @@ STATED: dict[str, Stated] = {
     "thinkingmachines/Inkling-Small": Stated(4096, LoraCount(64_503_808, 1_311_744, 205_120)),
     "thinkingmachines/Inkling-2-Small": Stated(4608, LoraCount(128_065_536, 2_347_008, 205_632)),
 }
-"""By hub name, as the hosted service states them."""
+"""Counts published by the hosted service, by hub name."""
 
 
 def count_lora(config: "PreTrainedConfig") -> LoraCount | None:

@@ -41,7 +41,7 @@ _FAMILIES = {
 """`model_type` of a text config -> family. The fit was made before Qwen3.5; the service applies it to all of Qwen."""
 
 _STATED_MLP = {"nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16": 254_529_536}
-"""Where the service states another count at rank 1 than the shapes give; no stack of equal expert layers has it."""
+"""Published counts at rank 1 that differ from those of the shapes; no stack of equal expert layers gives them."""
 
 
 def get_lr(model_name: str, is_lora: bool = True) -> float:
@@ -87,7 +87,7 @@ def known_lr(model_name: str) -> float | None:
 
 
 def warn_if_low(learning_rate: float, model_name: str) -> None:
-    """Warn about a learning rate below a tenth of `get_lr`: a rate for full fine-tuning, with which LoRA hardly learns."""
+    """Warn about a learning rate below a tenth of `get_lr`: a rate for full fine-tuning, at which LoRA hardly learns."""
     usual = known_lr(model_name)
     if usual is not None and learning_rate < LOW_SHARE * usual:
         logger.warning(
@@ -107,7 +107,7 @@ def get_lora_lr_over_full_finetune_lr(model_name: str, lora_alpha: int = 32) -> 
 
 
 def get_full_finetune_lr_multiplier(model_name: str) -> float:
-    """1 / sqrt(parameters): by how much a full fine-tuning learning rate shrinks as models grow."""
+    """1 / sqrt(parameters): how a full fine-tuning learning rate scales with model size."""
     return 1.0 / math.sqrt(get_full_finetune_param_count(model_name))
 
 
@@ -125,8 +125,8 @@ def get_full_finetune_param_count(model_name: str) -> int:
 
 
 def get_state_bytes(model_name: str) -> int:
-    """What the local engine keeps of a sequence, whatever its length, in layers with a state (delta rule, Mamba, short
-    convolution), with weights in bfloat16; 0 for a model that only attends.
+    """Bytes of recurrent state that the local engine keeps per sequence, whatever its length (delta rule, Mamba, short
+    convolution), with weights in bfloat16; 0 for a model with attention layers only.
 
     Raises:
         ConfigurationError: the model is unknown.
@@ -136,7 +136,7 @@ def get_state_bytes(model_name: str) -> int:
     try:
         return backends.state_bytes(skeleton, config)
     except TypeError as error:
-        raise NotImplementedError(f"model_name={model_name!r}: its states are not known ({error})") from error
+        raise NotImplementedError(f"model_name={model_name!r}: the size of its state is unknown ({error})") from error
 
 
 def get_lora_param_count(
@@ -149,7 +149,7 @@ def get_lora_param_count(
     """Parameters of an adapter: rank * (inputs + outputs), summed over the adapted linear layers.
 
     For models with experts, and for those with layers other than attention, adapters and counts follow the hosted
-    service (adapter_sizes); the local engine also trains what that leaves out of attention in the latter models.
+    service (adapter_sizes); the local engine also trains the attention projections that this leaves out in the latter models.
 
     Raises:
         ConfigurationError: the model is unknown, the rank is below 1, or nothing would train.
@@ -167,7 +167,7 @@ def get_lora_param_count(
 
 
 def _count_linears(model_name: str, train_mlp: bool) -> LoraCount:
-    """Of a model without experts: every linear layer, by whether it stands within attention, at the head, or elsewhere."""
+    """Count the linear layers of a model without experts: in attention, the output head, and elsewhere."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
@@ -216,7 +216,7 @@ def model_config(model_name: str) -> "PreTrainedConfig":
         config = auto.from_pretrained(str(folder) if folder.is_dir() else name)
     except (OSError, ValueError) as error:
         raise ConfigurationError(
-            f"model_name={model_name!r}: its shapes are not known; give a model folder, a hub id that can be reached, or "
+            f"model_name={model_name!r}: its shapes are unknown; give a model folder, a hub id that can be reached, or "
             f"one of {', '.join(model_shapes.known_names())}"
         ) from error
     return config.get_text_config()

@@ -33,7 +33,7 @@ _RENDERER_KEY = "recommended_renderer"
 
 @dataclass(frozen=True)
 class ModelAttributes:
-    """The meaning of a hub name. `version_str` and `size_str` are as in the name ("3.1", "30B-A3B"), empty if it has
+    """What a hub name says about a model. `version_str` and `size_str` are as in the name ("3.1", "30B-A3B"), empty if it has
     none.
 
     is_chat: trained to chat; False for a base model.
@@ -134,17 +134,17 @@ def get_model_attributes(model_name: str) -> ModelAttributes:
     name = base_model_of(model_name)
     if Path(name).expanduser().is_dir():
         raise ConfigurationError(
-            f"model_name={model_name!r} is a local folder, whose name says nothing of its version and size; "
-            "give a hub id, or ask get_recommended_renderer_names and get_context_length"
+            f"model_name={model_name!r} is a local folder, whose name does not tell its version and size; "
+            "give a hub id, or use get_recommended_renderer_names and get_context_length"
         )
     attributes = _attributes_of(name)
     if attributes is None:
-        raise ConfigurationError(f"model_name={model_name!r}: it is of no family that this library knows")
+        raise ConfigurationError(f"model_name={model_name!r}: it belongs to no family that this library knows")
     return attributes
 
 
 def get_recommended_renderer_names(model_name: str) -> list[str]:
-    """The names for get_renderer that match `model_name`, a hub id or a local folder; the default first.
+    """The renderer names that match `model_name`, a hub id or a local folder; the default first.
 
     A folder may name its renderer itself: the key "recommended_renderer" in tokenizer_config.json or config.json.
     Otherwise a folder without a chat template is a base model (role_colon), and one with a template is identified by
@@ -158,7 +158,7 @@ def get_recommended_renderer_names(model_name: str) -> list[str]:
         return list(_of_folder(folder))
     attributes = _attributes_of(name)
     if attributes is None:
-        raise _unknown(model_name, f"it is neither a local folder nor of a known family{did_you_mean(model_name)}")
+        raise _unknown(model_name, f"it is neither a local folder nor in a known family{did_you_mean(model_name)}")
     return list(attributes.recommended_renderers)
 
 
@@ -176,16 +176,16 @@ def warn_if_renderer_not_recommended(model_name: str, renderer_name: str | None)
     if renderer_name is None or is_reference(renderer_name):
         return
     try:
-        fitting = get_recommended_renderer_names(model_name)
+        matching = get_recommended_renderer_names(model_name)
     except ConfigurationError:
         return
-    if renderer_name not in fitting:
+    if renderer_name not in matching:
         logger.warning(
             "renderer_name=%r is not recommended for model_name=%r, whose renderers are %s: the model may see a format that it "
             "was not trained on",
             renderer_name,
             model_name,
-            ", ".join(fitting),
+            ", ".join(matching),
         )
 
 
@@ -226,13 +226,13 @@ def _of_folder(folder: Path) -> tuple[str, ...]:
     if not template:
         return BASE
     model_type = config.get("model_type")
-    fitting = (known.renderers for known in _TEMPLATES if model_type in known.model_types and known.fits(template))
-    names = next(fitting, None)
+    matching = (known.renderers for known in _TEMPLATES if model_type in known.model_types and known.fits(template))
+    names = next(matching, None)
     if names is None:
         raise _unknown(str(folder), f"no renderer is known for the chat template of model_type {model_type!r}")
     opens_block = "<think>" in template.rpartition("add_generation_prompt")[2] and "enable_thinking" not in template
     if names[0].startswith("qwen3") and opens_block:
-        raise _unknown(str(folder), "its prompts open a think block, which no renderer does")
+        raise _unknown(str(folder), "its prompts open a think block, which no known renderer supports")
     return names
 
 
@@ -248,7 +248,7 @@ class _Template(NamedTuple):
         return all(mark in template for mark in self.has) and not any(mark in template for mark in self.lacks)
 
 
-# A space after [INST] marks a SentencePiece tokenizer, the other tokens the versions from 11 on.
+# A space after [INST] means a SentencePiece tokenizer; the other tokens mean version 11 or later.
 _NO_TEKKEN = ("[INST] ", "[ARGS]", "[THINK]")
 _QWEN3_TYPES, _MISTRAL_TYPES = ("qwen3", "qwen3_moe"), ("mistral", "mistral3")
 _QWEN3_5_TYPES, _QWEN3_VL_TYPES = ("qwen3_5", "qwen3_5_moe"), ("qwen3_vl", "qwen3_vl_moe")
@@ -271,9 +271,9 @@ _TEMPLATES = (
 
 
 def _chat_template(folder: Path, tokenizer_config: dict[str, object]) -> str:
-    own_file = folder / "chat_template.jinja"
-    if own_file.is_file():
-        return own_file.read_text(encoding="utf-8")
+    template_file = folder / "chat_template.jinja"
+    if template_file.is_file():
+        return template_file.read_text(encoding="utf-8")
     template = tokenizer_config.get("chat_template") or ""
     if not isinstance(template, str):
         raise _unknown(str(folder), "it has several chat templates")

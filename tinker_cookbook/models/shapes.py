@@ -255,4 +255,4 @@ _CONTEXTS = {
     r"nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": 262144,
     r"google/gemma-2-.*": 8192,
 }
-"""Patterns of names, the first that fits counts."""
+"""Context lengths by pattern of the name; the first match counts."""

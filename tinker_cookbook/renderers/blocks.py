@@ -46,12 +46,12 @@ class BlockScanner:
     """Feed text with `feed`, end with `finish`; both return the pieces that are complete by then.
 
     Args:
-        tool_tags: what opens and what closes a tool call; None where tool calls are text.
+        tool_tags: opening and closing tag of a tool call; None: tool calls are text.
         thinks: whether think tags open and close blocks; otherwise they are text.
-        line_breaks: those that the format puts around blocks, which are no part of what was said; None for a format
-            that puts none, also not between tool calls.
-        opened: whether the prompt may have opened a think block. If so, what comes before the first </think> or tool
-            call is taken for reasoning; `opening_unclosed` then tells whether a </think> has confirmed it.
+        line_breaks: those that the format adds around blocks, which are not content; None for a format that adds
+            none, not even between tool calls.
+        opened: whether the prompt may have opened a think block. If so, text before the first </think> or tool
+            call is treated as reasoning; `opening_unclosed` is True until a </think> confirms it.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class BlockScanner:
         return self._scan(final=True)
 
     def _scan(self, final: bool) -> list[Piece]:
-        # The response may begin with <think> itself, where the prompt supplies none.
+        # The response may begin with <think> if the prompt does not supply it.
         if self._at_start:
             if self._buffer.startswith(THINK_OPEN):
                 self._buffer = self._buffer.removeprefix(THINK_OPEN)
@@ -103,7 +103,7 @@ class BlockScanner:
         return (THINK_CLOSE, *self._opening_tags[1:]) if self._in_opening else (THINK_CLOSE,)
 
     def _step(self, pieces: list[Piece], final: bool) -> bool:
-        """Consume up to and including the next tag. False when the buffer holds no further whole tag."""
+        """Consume up to and including the next tag. Returns False if the buffer has no further complete tag."""
         self._drop_format_newlines()
         tags = self._tags()
         hits = [(at, tag) for tag in tags if (at := self._buffer.find(tag)) >= 0]
@@ -116,8 +116,8 @@ class BlockScanner:
             self._enter(tag, pieces)
             return True
         if self._kind is not BlockKind.TOOL_CALL:
-            settled = len(self._buffer) - (0 if final else self._unsettled_suffix(tags))
-            text, self._buffer = self._buffer[:settled], self._buffer[settled:]
+            num_complete = len(self._buffer) - (0 if final else self._incomplete_suffix(tags))
+            text, self._buffer = self._buffer[:num_complete], self._buffer[num_complete:]
             self._emit(pieces, text, final)
         elif final:
             pieces.append(Piece(BlockKind.UNCLOSED_TOOL_CALL, self._buffer))
@@ -148,7 +148,7 @@ class BlockScanner:
         return self._breaks.before_close if tag == THINK_CLOSE else self._breaks.before_call
 
     def _emit(self, pieces: list[Piece], text: str, final: bool) -> None:
-        # White space that only separates tool calls, or trails the last one, is format and not text.
+        # White space between tool calls, or after the last one, belongs to the format.
         if self._after_tool_call and not text.strip():
             if not final:
                 self._buffer = text + self._buffer
@@ -165,8 +165,8 @@ class BlockScanner:
             self._buffer = self._buffer[1:]
             self._newlines_to_drop -= 1
 
-    def _unsettled_suffix(self, tags: tuple[str, ...]) -> int:
-        """Length of the end of the buffer that may turn out to be a tag, or the line breaks that belong to one."""
+    def _incomplete_suffix(self, tags: tuple[str, ...]) -> int:
+        """Length of the suffix of the buffer that may become a tag, or line breaks that belong to a tag."""
         longest = max((n for tag in tags for n in range(len(tag)) if self._buffer.endswith(tag[:n])), default=0)
         before = self._buffer[: len(self._buffer) - longest]
         breaks = max((self._breaks_before(tag) for tag in tags), default=0)

@@ -8,10 +8,7 @@ from tinker_cookbook.renderers.types import Message, ToolCall, UnparsedToolCall
 
 
 class CallSection:
-    """begin, end: what opens and closes the section; between: what stands between two calls in it.
-
-    call_begin, call_end: what opens and closes a call.
-    """
+    """A section between `begin` and `end`; each call is between `call_begin` and `call_end`, and `between` separates calls."""
 
     def __init__(self, begin: str, end: str, call_begin: str, call_end: str, between: str = "") -> None:
         self.begin, self.end, self.call_begin, self.call_end, self.between = begin, end, call_begin, call_end, between
@@ -20,7 +17,7 @@ class CallSection:
     def text(self, calls: Sequence[str], message: Message) -> str:
         """The rendered section with `calls`, and the message's unparsed calls."""
         unparsed = [call.raw_text for call in message.get("unparsed_tool_calls", [])]
-        # What was read from inside a section goes back into one; a section that was never closed stands for itself.
+        # Calls parsed inside a section are written inside one; an unclosed section is written as it was.
         written = [*calls, *(raw for raw in unparsed if not raw.startswith(self.begin))]
         section = self.begin + self.between.join(written) + self.end if written else ""
         return section + "".join(raw for raw in unparsed if raw.startswith(self.begin))
@@ -34,7 +31,7 @@ class CallSection:
         calls: list[ToolCall | UnparsedToolCall] = []
         end = 0
         for match in self._call.finditer(body):
-            calls += self._no_call(body[end : match.start()], form)
+            calls += self._unparsed(body[end : match.start()], form)
             try:
                 if self.call_begin in match.group(1):
                     raise ValueError(f"{UNTERMINATED_TOOL_BLOCK_ERROR}: {self.call_end} is missing")
@@ -42,9 +39,9 @@ class CallSection:
             except ValueError as error:
                 calls.append(UnparsedToolCall(raw_text=match.group(), error=str(error)))
             end = match.end()
-        return [*calls, *self._no_call(body[end:], form)]
+        return [*calls, *self._unparsed(body[end:], form)]
 
-    def _no_call(self, text: str, form: str) -> list[UnparsedToolCall]:
+    def _unparsed(self, text: str, form: str) -> list[UnparsedToolCall]:
         if not text.strip():
             return []
         is_open = self.call_begin in text

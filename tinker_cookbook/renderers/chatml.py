@@ -4,8 +4,8 @@
     <|im_start|>user\nWhat is 1+1?<|im_end|>\n
     <|im_start|>assistant\n2<|im_end|>
 
-Assistant messages are written as the model wrote them, reasoning in <think> blocks included. What a family adds (rules
-for reasoning, a default system prompt) is in its own file.
+Assistant messages are written as the model wrote them, reasoning in <think> blocks included. Additions of a family
+(rules for reasoning, a default system prompt) are in a separate file.
 """
 
 import json
@@ -56,14 +56,14 @@ class ChatMLRenderer(EndTokenRenderer):
             return self._opening(message, ctx), [self._assistant_body(message, ctx), _END]
         if role == "tool":
             return self._tool_result(message, ctx)
-        # The line break goes with the text: a tokenizer joins it with line breaks that the text begins with.
+        # The line break belongs to the text: a tokenizer merges it with line breaks at the start of the text.
         return self._header(role, ctx), ["\n", *self._content(message, ctx), _END]
 
     def _get_generation_suffix(self, role: Role, ctx: RenderContext) -> list[int]:
         return self._encode(self._opening(Message(role=role, content=""), ctx))
 
     def _opening(self, message: Message, ctx: RenderContext) -> Row:
-        """All that a prompt supplies of a message."""
+        """The part of a message that a prompt supplies."""
         block = self._prompt_think_block(message, ctx) if message["role"] == "assistant" else ""
         return [*self._header(message["role"], ctx), "\n", block]
 
@@ -72,11 +72,11 @@ class ChatMLRenderer(EndTokenRenderer):
         return ["\n" if ctx.idx else "", _START, role]
 
     def _prompt_think_block(self, message: Message, ctx: RenderContext) -> str:
-        """The think block that the prompt supplies, so that it is never trained."""
+        """The think block that the prompt supplies; it is never trained on."""
         return ""
 
     def _tool_result(self, message: Message, ctx: RenderContext) -> tuple[Row, PicturedRow]:
-        """Results in a row share one user turn."""
+        """Consecutive results share one user turn."""
         after_result = ctx.prev_message is not None and ctx.prev_message["role"] == "tool"
         before_result = ctx.next_message is not None and ctx.next_message["role"] == "tool"
         result = ["\n<tool_response>\n", *self._content(message, ctx), "\n</tool_response>"]
@@ -90,7 +90,7 @@ class ChatMLRenderer(EndTokenRenderer):
         return think_block + "\n".join([text, *calls] if text else calls)
 
     def _think_block_and_text(self, content: Content, ctx: RenderContext) -> tuple[str, str]:
-        """(think block set apart, text). Here: parts in their order, nothing added or taken away; a string verbatim."""
+        """(separate think block, text). Here the block is empty: parts are written in order, a string verbatim."""
         if isinstance(content, str):
             return "", content
         written = (
@@ -112,7 +112,7 @@ class ChatMLRenderer(EndTokenRenderer):
     # Reading --------------------------------------------------------------------------------------------------------
 
     def _read_message(self, tokens: list[int]) -> Message:
-        """The message with every block that was written, empty ones too."""
+        """The message with every block, including empty ones."""
         parts, calls = parse_content_blocks(decode_tokens(self.tokenizer, tokens))
         has_thinking = any(part["type"] == "thinking" for part in parts)
         return assistant_message(parts if has_thinking else text_of(parts), calls)
@@ -122,7 +122,7 @@ class ChatMLRenderer(EndTokenRenderer):
 
 
 class QwenPictures:
-    """Pictures in the ChatML of the Qwen models that see, between two tokens of their own."""
+    """Images in the ChatML of Qwen's vision models, between two special tokens."""
 
     reads_images: ClassVar[bool] = True
     before_picture: ClassVar[Row] = (Token("<|vision_start|>"),)
@@ -131,11 +131,11 @@ class QwenPictures:
 
 
 class Qwen25Renderer(ChatMLRenderer):
-    """The Qwen2.5 family (Instruct, Coder Instruct), which never thinks and never goes without a system prompt.
+    """The Qwen2.5 family (Instruct, Coder Instruct), which never thinks and always has a system prompt.
 
     A conversation that does not begin with a system message gets the one of the chat template, and so does a declaration
-    of tools without a system prompt of its own. The long-context (1M), Math and base models have another default, and so
-    need another renderer. A think block that is there all the same passes through as written.
+    of tools without a system prompt. The long-context (1M), Math and base models have another default, and so need
+    another renderer. Think blocks pass through verbatim.
     """
 
     def _header(self, role: Role, ctx: RenderContext) -> Row:

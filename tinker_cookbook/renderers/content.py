@@ -1,4 +1,4 @@
-"""Reading and taking apart message content: text, thinking and tool calls. Pure functions over strings and parts."""
+"""Parse and convert message content: text, thinking and tool calls. Pure functions over strings and parts."""
 
 import json
 import re
@@ -22,9 +22,9 @@ from tinker_cookbook.utils.narrowing import is_object
 
 PARSE_FAILURE_DETAIL_MAX_CHARS = 16384
 LONGEST_ADDRESS = 512
-"""Characters of a picture's address that are shown whole in a log."""
+"""Image addresses up to this many characters are logged in full."""
 UNTERMINATED_TOOL_BLOCK_ERROR = "unterminated tool block"
-"""How the error of a call that was opened and never closed begins."""
+"""Start of the error for a call that is never closed."""
 _PART_KEYS = ("text", "thinking", "image", "audio")
 _CANONICAL_CALL = re.compile(r'\n\{"name": "([^"\\]+)", "arguments": (.*)\}\n', re.DOTALL)
 
@@ -50,7 +50,7 @@ def text_of(content: Content) -> str:
 
 
 def shown_text(content: Content) -> str:
-    """The text parts, joined, with `[image]` where a picture stands; for people, and never for prompts."""
+    """The text parts, joined, with `[image]` for images; for display, never for prompts."""
     return "".join("[image]" if part["type"] == "image" else text_of([part]) for part in ensure_list(content))
 
 
@@ -65,8 +65,8 @@ def get_text_content(message: Message) -> str:
 
 
 def format_content_as_string(content: Content, separator: str = "\n") -> str:
-    """Content for a log, parts joined by `separator`: thinking in <think> tags, a picture in <image> tags as its address (a long
-    one is cut) or as `Image(WxH, mode)`, other media as [audio].
+    """Content for a log, parts joined by `separator`: thinking in <think> tags, an image in <image> tags as its address (a
+    long one is cut) or as `Image(WxH, mode)`, other media as [audio].
     """
     if isinstance(content, str):
         return content
@@ -84,7 +84,7 @@ def format_content_as_string(content: Content, separator: str = "\n") -> str:
 
 
 def _named(image: Any) -> str:
-    """A picture in one line: a data URI holds all of it."""
+    """An image in one line; a long address, such as a data URI, is cut."""
     if not isinstance(image, str):
         return f"Image({image.size[0]}x{image.size[1]}, {image.mode})"
     return image if len(image) <= LONGEST_ADDRESS else f"{image[:40]}... ({len(image)} characters)"
@@ -114,7 +114,7 @@ def parse_pieces(
     tool_tags: tuple[str, str] = (TOOL_OPEN, TOOL_CLOSE),
     read_calls: Callable[[str], list[ToolCall | UnparsedToolCall]] | None = None,
 ) -> tuple[list[ContentPart], list[ToolCall | UnparsedToolCall]]:
-    """(parts, tool calls) of the pieces of a whole text; `read_calls` parses the text between `tool_tags`."""
+    """(parts, tool calls) from the pieces of a complete text; `read_calls` parses the text between `tool_tags`."""
     read_calls = read_calls or (lambda body: [parse_tool_call(body)])
     parts: list[ContentPart] = []
     calls: list[ToolCall | UnparsedToolCall] = []
@@ -210,20 +210,20 @@ def classify_parse_failure(message: Message, termination: ParseTermination) -> t
 
 
 def unterminated(open_marker: str, close_marker: str, body: str) -> UnparsedToolCall:
-    """The call in `open_marker + body`, which was still open at the end of the reply."""
+    """An UnparsedToolCall for `open_marker + body`, which is unclosed at the end of the reply."""
     error = f"{UNTERMINATED_TOOL_BLOCK_ERROR}: {close_marker} is missing"
     return UnparsedToolCall(raw_text=open_marker + body, error=error)
 
 
 def detect_unterminated_tool_block(content: str, open_marker: str, close_marker: str) -> UnparsedToolCall | None:
-    """The last block of `content` that is opened, when more are opened than closed; None otherwise."""
+    """The last opened block of `content` if more blocks are opened than closed; else None."""
     if content.count(open_marker) <= content.count(close_marker):
         return None
     return unterminated(open_marker, close_marker, content.rpartition(open_marker)[2])
 
 
 def has_thinking(content: Content) -> bool:
-    """Whether content has reasoning: a thinking part, or an opening think tag in a string."""
+    """Whether content has a thinking part, or an opening think tag in a string."""
     return THINK_OPEN in content if isinstance(content, str) else any(part["type"] == "thinking" for part in content)
 
 

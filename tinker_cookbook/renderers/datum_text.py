@@ -50,7 +50,7 @@ def example_text(
             f"{key} has shape {tuple(values.shape)} and target_tokens {tuple(targets.shape)} over {len(inputs)} positions; "
             "one number per position can be shown"
         )
-    # The first token is never a target. What is shown after it are the targets, which end one token later.
+    # The first token is never a target. The targets follow it; they end one token after the input.
     tokens: list[int] = to_list(targets)
     whole: list[media.Element] = [
         tokens[at - 1] if at and isinstance(element, int) else element
@@ -68,22 +68,22 @@ def example_text(
 
 
 def _starts(parts: list[media.Element]) -> Iterator[int]:
-    """The first position of each element, and the one after all."""
+    """The first position of each element, and the end position."""
     return accumulate((media.num_positions([part]) for part in parts), initial=0)
 
 
 def _first(whole: list[media.Element], positions: int) -> list[media.Element]:
-    """The elements that fit in the first positions."""
+    """The elements that fit into this many positions."""
     return [element for element, end in zip(whole, [*_starts(whole)][1:], strict=True) if end <= positions]
 
 
 def colorize_example(datum: tinker.Datum, tokenizer: Tokenizer, key: str = "weights") -> str:
-    """`example_text` as a string with terminal colours. Raises as that does."""
+    """`example_text` as a string with terminal colours. Raises as it does."""
     return with_escapes(example_text(datum, tokenizer, key))
 
 
 def with_escapes(text: Text) -> str:
-    """Styled text as a string with a terminal's colours."""
+    """Styled text as a string with escape codes for colours."""
     file = StringIO()
     console = Console(file=file, force_terminal=True, color_system="standard", soft_wrap=True, legacy_windows=False)
     console.print(text, end="")

@@ -13,7 +13,7 @@ from tinker_cookbook.utils.lazy import torch
 
 
 def encode_text(tokenizer: TypedTokenizer, text: str) -> list[int]:
-    """Token ids of `text`, special tokens in it included, nothing added around it."""
+    """Token ids of `text`. Special tokens in it are encoded as such; none are added around it."""
     return encode_without_special_tokens(tokenizer, text)
 
 
@@ -30,7 +30,7 @@ def special_token_id(tokenizer: TypedTokenizer, token: str) -> int:
     if len(ids) != 1:
         raise RendererError(
             f"the tokenizer {tokenizer.name_or_path!r} has no single id for the special token {token!r} "
-            f"(it encodes as {ids}); choose the renderer of the model's own family"
+            f"(it encodes as {ids}); choose the renderer of the model's family"
         )
     return ids[0]
 
@@ -39,8 +39,8 @@ class TextEncoder:
     """Encodes text so that nothing in it becomes one of the `control` tokens (name -> id).
 
     If the text spells a control token, it is split after its first characters and encoded in two pieces, which decode
-    to the same text; with the usual tokenizers these are the tokens that the text would have if the control token did
-    not exist.
+    to the same text; with the usual tokenizers these are the tokens that the text would have without the control
+    token.
     """
 
     def __init__(self, tokenizer: Tokenizer, control: Mapping[str, int]) -> None:
@@ -59,7 +59,7 @@ class TextEncoder:
         tokens = encode_text(self._tokenizer, text)
         if self.control_ids.isdisjoint(tokens):
             return tokens
-        # The tokenizer's normalization has turned other text into a control token.
+        # The tokenizer's normalization turned other text into a control token.
         half = len(text) // 2
         if not half:
             raise RendererError(f"the tokenizer makes a control token of the text {text!r}; leave it out")

@@ -2,11 +2,11 @@
 
     <｜begin▁of▁sentence｜>Be brief.<｜User｜>1+1?<｜Assistant｜><think>Easy.</think>2<｜end▁of▁sentence｜>
 
-One hybrid model, two renderers: DeepSeekV3ThinkingRenderer opens a think block in the prompt, and
-DeepSeekV3DisableThinkingRenderer closes it there (`<｜Assistant｜></think>`). Prompts equal the chat template, in
-which three things are peculiar: the system text has no role token; a closed block stands before every earlier answer,
-whose reasoning is forgotten; nothing at all stands between a tool result and the answer to it, so there the model
-decides by itself whether to open a think block.
+Two renderers for a hybrid model: DeepSeekV3ThinkingRenderer opens a think block in the prompt, and
+DeepSeekV3DisableThinkingRenderer closes it there (`<｜Assistant｜></think>`). Prompts equal the chat template, which
+has three peculiarities: the system text has no role token; every earlier answer starts with a closed block and loses its
+reasoning; nothing separates a tool result from the answer to it, so there the model decides whether to open a think
+block.
 
 With `strip_thinking_from_history=False` reasoning is kept as written, for multi-turn RL, and prompts extend each other.
 """
@@ -54,7 +54,7 @@ Where:
 
 
 class DeepSeekV3DisableThinkingRenderer(OpenedThinkRenderer):
-    """The hybrid model told not to think. Reasoning is left out; think tags that the model writes are text."""
+    """The hybrid model without thinking. Reasoning is dropped; think tags that the model writes are text."""
 
     format_name, roles, calls_tools = "DeepSeek", ("system", "user", "assistant", "tool"), True
     bos, end = Token("<｜begin▁of▁sentence｜>"), _EOS
@@ -88,13 +88,13 @@ class DeepSeekV3DisableThinkingRenderer(OpenedThinkRenderer):
         return [], [text]
 
     def _header(self, ctx: RenderContext) -> Row:
-        """What the prompt supplies: nothing after a tool result, else the role and the state of the think block."""
+        """The part that the prompt supplies: nothing after a tool result, else the role and a think tag."""
         if ctx.prev_message is not None and ctx.prev_message["role"] == "tool":
             return []
         return [_ASSISTANT, THINK_OPEN if self._thinks_in(ctx) else THINK_CLOSE]
 
     def _thinks_in(self, ctx: RenderContext) -> bool:
-        """Whether this message is written with its reasoning."""
+        """Whether this message keeps its reasoning."""
         return False
 
     def _body(self, parts: list[ContentPart], ctx: RenderContext) -> str:
@@ -152,8 +152,8 @@ class DeepSeekV3ThinkingRenderer(DeepSeekV3DisableThinkingRenderer):
 
 
 def _parts_of(content: Content) -> list[ContentPart]:
-    """Parts without empty reasoning. A string is split at its first </think>, as the chat template splits it; text
-    parts are taken as they are."""
+    """Parts without empty reasoning. A string is split at its first </think>, as in the chat template; text parts are
+    unchanged."""
     if isinstance(content, str) and THINK_CLOSE in content:
         reasoning, _, text = content.partition(THINK_CLOSE)
         content = [
@@ -172,7 +172,7 @@ def _calls_text(message: Message) -> str:
 
 
 def parse_calls(section: str) -> list[ToolCall | UnparsedToolCall]:
-    """The calls between the two tokens of a section, in order; whatever is no call comes as UnparsedToolCall."""
+    """The calls between the two tokens of a section, in order; anything else becomes an UnparsedToolCall."""
     return _SECTION.read(section, _read_call, f"{CALL_BEGIN}name{CALL_SEP}arguments{CALL_END}")
 
 
@@ -183,5 +183,5 @@ def _read_call(body: str) -> ToolCall:
     if not name or name != name.strip():
         raise ValueError(f"the tool name {name!r} is empty or has spaces around it")
     check_arguments(arguments)
-    # The arguments keep the model's own spelling, so that the call renders back.
+    # The arguments keep the model's spelling, so that the call renders to the same text.
     return ToolCall(function=ToolCall.FunctionBody(name=name, arguments=arguments))

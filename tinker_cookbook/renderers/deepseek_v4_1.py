@@ -1,14 +1,14 @@
-"""DeepSeek-V4.1: reasoning whose effort is a number, tool calls in tags, tool results within the user's turn.
+"""DeepSeek-V4.1: a numeric reasoning effort, tool calls in tags, tool results within the user's turn.
 
     <｜begin▁of▁sentence｜><｜System｜>Reasoning Effort: 75 (...)\\n\\nBe brief.<｜User｜>1+1?
     <｜Assistant｜><think>Easy.</think>2<｜end▁of▁sentence｜>
 
 (one line; there are no line breaks between messages).
 
-As in the chat template, the effort stands at the beginning, also of a conversation without a system message; with thinking
-disabled there is none, and the prompt closes the think block. Messages of the user and results of tools in a row are one
-turn, in which results stand in the order of their calls. Reasoning before the last of these turns, or before a later
-system message, is forgotten, unless tools are declared.
+As in the chat template, the effort comes first, even without a system message; with thinking disabled there is no effort, and
+the prompt closes the think block. Consecutive user messages and tool results form one turn, with results in the order of
+their calls. Reasoning before the last of these turns, or before a later system message, is dropped unless tools are
+declared.
 
 Tools are declared by a message of the role `tool_declare`, at the beginning or after the system message, which it joins.
 """
@@ -75,7 +75,7 @@ You MUST strictly follow the above defined tool name and parameter schemas to in
 
 @dataclass(frozen=True)
 class _TurnContext(RenderContext):
-    """last_turn: where the last turn of the user begins, -1 where reasoning is never forgotten."""
+    """last_turn: index of the last user turn; -1 if reasoning is never dropped."""
 
     last_turn: int = -1
 
@@ -95,7 +95,7 @@ class DeepSeekV4_1Renderer(OpenedThinkRenderer):
     line_breaks = LineBreaks(after_open=0, before_close=0, after_close=0, before_call=2)
     rewrites_last_message = True
     reasoning_effort: ClassVar[int | None] = 75
-    """1 to 100, the budget that the prompt names; None tells the model not to reason."""
+    """1 to 100, written into the prompt; None: thinking is disabled."""
 
     def __init__(self, tokenizer: Tokenizer, strip_thinking_from_history: bool = True) -> None:
         super().__init__(tokenizer)
@@ -105,7 +105,7 @@ class DeepSeekV4_1Renderer(OpenedThinkRenderer):
     # Arranging ------------------------------------------------------------------------------------------------------
 
     def _arranged(self, messages: list[Message]) -> list[Message]:
-        """With tools joined to the system message, which then has the role `tool_declare`, and a message per turn."""
+        """Join tools to the system message, which then has the role `tool_declare`, and merge each turn into one message."""
         return _turns(_with_declared_tools(super()._arranged(messages)))
 
     def _contexts(self, messages: list[Message]) -> list[RenderContext]:
@@ -135,24 +135,24 @@ class DeepSeekV4_1Renderer(OpenedThinkRenderer):
         text = ensure_text(message["content"])
         if role in _TURN_ROLES:
             return self._header(message, ctx), [text]
-        # In one piece with the effort: a tokenizer joins their line breaks.
+        # Encode together with the effort: a tokenizer merges their line breaks.
         return [_SYSTEM], [text if ctx.idx else self._effort + text]
 
     def _get_generation_suffix(self, role: Role, ctx: RenderContext) -> list[int]:
         return self._encode(self._header(Message(role=role, content=""), ctx))
 
     def _header(self, message: Message, ctx: RenderContext) -> Row:
-        """All that a prompt supplies of a message of the user or the assistant."""
+        """The part of a user or assistant message that a prompt supplies."""
         opening = [_SYSTEM, self._effort] if ctx.idx == 0 and self._effort else []
         if message["role"] != "assistant":
             return [*opening, _USER if message["role"] in _TURN_ROLES else _SYSTEM]
         before = (ctx.prev_message or {}).get("role")
-        # Only what asks is followed by the assistant's token: not the first system message, nor another answer.
+        # The assistant's token follows only messages that ask: not the first system message, nor another answer.
         follows_turn = before in _TURN_ROLES or (before == "system" and ctx.idx > 1)
         return [*opening, *([_ASSISTANT, THINK_OPEN if self._thinks_in(ctx) else THINK_CLOSE] if follows_turn else [])]
 
     def _thinks_in(self, ctx: RenderContext) -> bool:
-        """Whether this message is written with its reasoning."""
+        """Whether this message keeps its reasoning."""
         return not self.disables_thinking and (not isinstance(ctx, _TurnContext) or ctx.idx > ctx.last_turn)
 
     def _declare_tools(self, tools: list[ToolSpec], system_prompt: str) -> list[Message]:
@@ -179,14 +179,14 @@ class DeepSeekV4_1MaxReasoningRenderer(DeepSeekV4_1Renderer):
 
 
 class DeepSeekV4_1DisableThinkingRenderer(DeepSeekV4_1Renderer):
-    """Told not to think: no effort is named, and the prompt closes the think block."""
+    """Thinking disabled: no effort is written, and the prompt closes the think block."""
 
     disables_thinking = True
     reasoning_effort = None
 
 
 def _asks(message: Message, at: int) -> bool:
-    """Whether it is of the user's turn, as results of tools are and a later system message counts."""
+    """Whether the message belongs to the user's turn: user messages, tool results, and system messages after the first."""
     return message["role"] in _TURN_ROLES or (message["role"] == "system" and at > 0)
 
 
@@ -210,7 +210,7 @@ def _declared(message: Message, at: int) -> list[object]:
         return [tool["function"] for tool in json.loads(ensure_text(message["content"]))]
     except (ValueError, TypeError, KeyError) as error:
         raise RendererError(
-            f'message {at} declares tools, and its content is no JSON list of {{"type": "function", "function": ...}}: '
+            f'message {at} declares tools, and its content is not a JSON list of {{"type": "function", "function": ...}}: '
             "take it from create_conversation_prefix_with_tools"
         ) from error
 
@@ -237,7 +237,7 @@ def _turns(messages: list[Message]) -> list[Message]:
 
 
 def _turn(row: list[Message], order: dict[str, int]) -> Message:
-    """One message for the row. Results stand in the order of their calls, those of none first, as in the template."""
+    """Merge the row into one message. Results are in the order of their calls, unmatched ones first, as in the template."""
     results = sorted((m for m in row if m["role"] == "tool"), key=lambda m: order.get(m.get("tool_call_id", ""), 0))
     in_order = iter(results)
     texts = [
@@ -246,9 +246,7 @@ def _turn(row: list[Message], order: dict[str, int]) -> Message:
         for message in row
     ]  # fmt: skip
     if len({message.get("trainable") for message in row}) > 1:
-        raise RendererError(
-            "messages of the user and results of tools in a row are one turn: give all the same 'trainable'"
-        )
+        raise RendererError("consecutive user messages and tool results are one turn: give all the same 'trainable'")
     role = "tool" if len(results) == len(row) else "user"
     turn = Message(role=role, content="\n\n".join(texts))
     if "trainable" in row[0]:
@@ -266,7 +264,7 @@ def _invoke_text(call: ToolCall) -> str:
         arguments = load_json(call.function.arguments)
     except ValueError:
         arguments = None
-    # As in the reference encoder, what is no object is the value of one parameter.
+    # As in the reference encoder, a non-object is the value of a single parameter.
     given = arguments if is_object(arguments) else {"arguments": call.function.arguments}
     parameters = [
         f'<{_DSML} parameter name="{name}" string="true">{value}</{_DSML} parameter>'

@@ -39,35 +39,35 @@ logger = logging.getLogger(__name__)
 
 
 class Token(str):
-    """A control token by its name, in a row of text: `[Token("<|im_start|>"), "user"]`."""
+    """A control token by name, in a row of text: `[Token("<|im_start|>"), "user"]`."""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture in a row, and its place for errors."""
+    """An image in a row, and its location for errors."""
 
     part: ImagePart
     place: str
 
 
 Row = Sequence[str]
-"""What is written, in order: every Token is one id, and the text between two of them is encoded as one string."""
+"""Output in order: every Token is one id, and the text between two Tokens is encoded as one string."""
 PicturedRow = Sequence[str | Picture]
-"""A row in which pictures stand too."""
+"""A row with images."""
 
 
 class FormatRenderer(Renderer):
     """Declared by class attributes. Raises RendererError when the tokenizer has no single id for a token of the format.
 
     format_name: the format's name in errors.
-    roles: the supported roles; a format with tool calls has `calls_tools`. A developer's message is rendered as the
-        system's; one with any other role under its own name if headers name speakers (`names_speakers`), else as the
-        user's, after `<role>: `, with a warning.
+    roles: the supported roles; a format with tool calls has `calls_tools`. A developer message is rendered as a
+        system message. Other roles are rendered under their name if headers name speakers (`names_speakers`), else as a
+        user message that starts with `<role>: `, with a warning.
     control_tokens: as in Renderer. `bos` is not among them; it opens every conversation.
-    tags: tokens that are written within messages, as part of the text.
-    before_picture, after_picture: what is written around a picture, for a format that has them (`reads_images`). A tokenizer
-        lacks their tokens if its model does not see.
-    roles_without_pictures: whose messages the format writes as text only.
+    tags: tokens within messages, as part of the text.
+    before_picture, after_picture: written around an image, if the format supports images (`reads_images`). The tokenizer of
+        a text-only model lacks these tokens.
+    roles_without_pictures: roles whose messages cannot have images.
     """
 
     format_name: ClassVar[str]
@@ -90,34 +90,34 @@ class FormatRenderer(Renderer):
         return [self.ids[self.bos]] if self.bos else []
 
     def _arranged(self, messages: list[Message]) -> list[Message]:
-        return [self._understood(message, i) for i, message in enumerate(messages)]
+        return [self._in_supported_role(message, i) for i, message in enumerate(messages)]
 
-    def _understood(self, message: Message, at: int) -> Message:
-        """The message in a supported role, with thinking as text unless it is the assistant's."""
+    def _in_supported_role(self, message: Message, at: int) -> Message:
+        """The message with a supported role, and with thinking as text unless it is an assistant message."""
         role, content = message["role"], message["content"]
         if role == "assistant":
             return message
-        understood = message.copy()
+        converted = message.copy()
         if isinstance(content, list):
-            understood["content"] = [
+            converted["content"] = [
                 TextPart(type="text", text=f"<think>\n{part['thinking']}\n</think>\n\n")
                 if part["type"] == "thinking"
                 else part
                 for part in content
             ]
         if role == "developer" and role not in self.roles:
-            understood["role"] = "system"
+            converted["role"] = "system"
         elif role not in self.roles:
             if not re.fullmatch(r"\w[\w.\-]*", role):
                 raise RendererError(f"message {at}: role {role!r} must be a name of letters, digits, '_', '-' or '.'")
-            _say_other_role(role, self.roles, self.format_name)
+            _warn_other_role(role, self.roles, self.format_name)
             if not self.names_speakers:
-                understood["role"] = "user"
-                understood["content"] = [TextPart(type="text", text=f"{role}: "), *ensure_list(understood["content"])]
-        return understood
+                converted["role"] = "user"
+                converted["content"] = [TextPart(type="text", text=f"{role}: "), *ensure_list(converted["content"])]
+        return converted
 
     def render_message(self, message: Message, ctx: RenderContext) -> RenderedMessage:
-        message = self._understood(message, ctx.idx)
+        message = self._in_supported_role(message, ctx.idx)
         role = message["role"]
         if message.get("tool_calls") or message.get("unparsed_tool_calls"):
             if not self.calls_tools:
@@ -128,12 +128,12 @@ class FormatRenderer(Renderer):
             if role != "assistant":
                 raise RendererError(f"message {ctx.idx}: only an assistant message can call tools, not role {role!r}")
         header, output = self._write(message, ctx)
-        # Each is encoded on its own: the prompt ends where the header ends.
+        # Encoded separately: the prompt ends where the header ends.
         return RenderedMessage(header=text_chunk(self._encode(header)), output=self._chunks(output))
 
     def _content(self, message: Message, ctx: RenderContext) -> list[str | Picture]:
-        """The content of a message that is not the assistant's: its texts, those in a row as one, and its pictures with what
-        the format writes around them. Raises RendererError for other parts, and for pictures that cannot stand here.
+        """The content of a non-assistant message: adjacent texts joined, and images with the format's tokens around them.
+        Raises RendererError for other parts, and for images that are not allowed here.
         """
         role, content = message["role"], message["content"]
         if not self.reads_images or isinstance(content, str) or all(part["type"] != "image" for part in content):
@@ -162,11 +162,11 @@ class FormatRenderer(Renderer):
         return row
 
     def _text_run(self, text: str, role: Role, *, is_first: bool, is_last: bool) -> str:
-        """How a text between pictures, or before the first or after the last one, is written."""
+        """Hook for the text before, between or after images."""
         return text
 
     def _parts(self, message: Message, ctx: RenderContext) -> list[ContentPart]:
-        """The parts of an assistant's message. Raises RendererError for any but text and thinking."""
+        """The parts of an assistant message. Raises RendererError for parts other than text and thinking."""
         parts = ensure_list(message["content"])
         if media := sorted({part["type"] for part in parts} - {"text", "thinking"}):
             raise RendererError(f"message {ctx.idx}: the {self.format_name} format cannot hold {', '.join(media)}")
@@ -215,8 +215,8 @@ class FormatRenderer(Renderer):
 
 
 @cache
-def _say_other_role(role: str, known: tuple[str, ...], format_name: str) -> None:
-    """Warn once: it may be a typo."""
+def _warn_other_role(role: str, known: tuple[str, ...], format_name: str) -> None:
+    """Warn once per role, which may be a typo."""
     logger.warning(
         "the %s format was made for the roles %s; messages of role %r are written with that name",
         format_name,
@@ -248,7 +248,7 @@ class EndTokenRenderer(FormatRenderer):
         return Message(role="assistant", content=decode_tokens(self.tokenizer, tokens))
 
     def _split_ending(self, response: list[int]) -> tuple[list[int], ParseTermination]:
-        """(tokens before the first ending, how it ended). Tokens after an ending make it MALFORMED."""
+        """(tokens before the first end token, termination). Tokens after an end token make it MALFORMED."""
         at = next((i for i, token in enumerate(response) if self._ends_message(token)), len(response))
         if at != len(response) - 1:
             return response[:at], ParseTermination.MALFORMED
@@ -257,7 +257,7 @@ class EndTokenRenderer(FormatRenderer):
 
     @property
     def _stop_ids(self) -> tuple[int, ...]:
-        """The tokens with which the model itself ends a message."""
+        """The tokens with which the model ends a message."""
         return (self._end_message_token,)
 
     def _ends_message(self, token: int) -> bool:
@@ -272,14 +272,14 @@ class EndTokenRenderer(FormatRenderer):
         return BlockScanner(tool_tags=None, thinks=False, line_breaks=None)
 
     def parse_response_streaming(self, response: Iterator[int] | list[int]) -> Iterator[MessageDelta]:
-        """Text and thinking as they are completed; tool calls and the parsed Message come at the end."""
+        """Yield text and thinking as they arrive, and the parsed Message with its tool calls at the end."""
         parser = self.streaming_parser()
         for token in response:
             yield from parser.feed(token)
         yield from parser.finish()
 
     def streaming_parser(self) -> StreamingParser:
-        """A parser of one reply, to be fed as its tokens arrive."""
+        """A parser for one reply, fed token by token."""
         return _ReplyStream(self)
 
     def _parse_response_for_streaming(self, response: list[int]) -> tuple[Message, ParseTermination]:

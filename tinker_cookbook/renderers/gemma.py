@@ -3,13 +3,13 @@ r"""The Gemma 2 and Gemma 3 families: turns of `user` and `model`, which alterna
     <bos><start_of_turn>user\nBe brief.\n\nWhat is 1+1?<end_of_turn>\n
     <start_of_turn>model\n2<end_of_turn>
 
-There is no system role: a system message opens the first user turn, a blank line before the question (Gemma 3's rule;
-Gemma 2's template refuses a system message). There are no tools.
+There is no system role: a system message opens the first user turn, with a blank line before the question (as in Gemma 3;
+Gemma 2's template rejects system messages). There are no tools.
 
-A picture, which only Gemma 3 has, stands in a user message between two tokens and blank lines.
+An image (Gemma 3 only) is in a user message, between two tokens and blank lines.
 
-As in the template, white space around user text is taken off. A model's message is kept as it was written, where the
-template would take it off too: so prompts extend each other.
+As in the template, user text is stripped. Model messages are kept verbatim, although the template strips them too, so that
+prompts extend each other.
 """
 
 from tinker_cookbook.exceptions import RendererError
@@ -26,7 +26,7 @@ _MAY_FOLLOW = {"system": (None,), "user": (None, "system", "assistant"), "assist
 
 
 class GemmaRenderer(EndTokenRenderer):
-    """Gemma 2 and 3: turns of `user` and `model`. Users may show pictures to Gemma 3."""
+    """Gemma 2 and 3: turns of `user` and `model`. User messages may have images with Gemma 3."""
 
     format_name, roles = "Gemma", tuple(_SPEAKERS)
     bos, end, control_tokens = Token("<bos>"), _END, (_START, _END)
@@ -48,8 +48,8 @@ class GemmaRenderer(EndTokenRenderer):
                 "user and assistant alternate, the user first, after at most one system message; merge or add messages"
             )
         if role == "system":
-            # Line breaks go with the text: a tokenizer joins them with those that it begins or ends with, and with the blank
-            # line before a picture that the question begins with.
+            # Line breaks belong to the text: a tokenizer merges them with line breaks at its ends, and with the blank line
+            # before an image that opens the question.
             blank = "\n\n" if ctx.next_message is not None and _opens_with_picture(ctx.next_message) else ""
             return [_START, _SPEAKERS[role]], ["\n", *self._content(message, ctx), f"\n\n{blank}"]
         header = self._header(role, ctx)
@@ -68,7 +68,7 @@ class GemmaRenderer(EndTokenRenderer):
     def _header(self, role: Role, ctx: RenderContext) -> Row:
         previous = _role_before(ctx)
         if previous == "system":
-            # The system message has opened the turn.
+            # The system message opened the turn.
             return []
         # The line break after <end_of_turn> belongs to the next header: the model stops at <end_of_turn>.
         return ["\n" if previous else "", _START, f"{_SPEAKERS[role]}\n"]
@@ -85,7 +85,7 @@ class GemmaRenderer(EndTokenRenderer):
 
 
 def _opens_with_picture(message: Message) -> bool:
-    """Whether a picture comes before all text."""
+    """Whether a user message starts with an image."""
     parts = [part for part in ensure_list(message["content"]) if part["type"] != "text" or part["text"].strip()]
     return message["role"] == "user" and bool(parts) and parts[0]["type"] == "image"
 

@@ -1,12 +1,12 @@
-"""GLM-5.3: no token ends a message, but the next role's does; reasoning in every answer, tool calls in tags.
+"""GLM-5.3: the next role's token ends a message; reasoning in every answer, tool calls in tags.
 
     [gMASK]<sop><|system|>Reasoning Effort: Max<|system|>Be brief.<|user|>1+1?<|assistant|><think>Easy.</think>2<|user|>
 
-An answer ends where the model names who speaks next: <|user|>, or <|observation|> after a tool call. This token is part of
-the answer, so that the model learns to end it, and the message that follows goes without it. As in the chat template, the
-effort of reasoning stands at the beginning, prompts open the think block, white space around the text of an answer is taken
-off, and results of tools stand in the order of their calls where ids tell it. The reasoning of earlier answers is kept; with
-`strip_thinking_from_history=True` it is forgotten up to the last question, as with the template's clear_thinking.
+An answer ends with the next speaker's token: <|user|>, or <|observation|> after a tool call. This token is part of the answer,
+so that the model learns to end it, and the next message omits it. As in the chat template, the reasoning effort comes first,
+prompts open the think block, the text of an answer is stripped, and tool results are in the order of their calls if ids give
+it. The reasoning of earlier answers is kept; with `strip_thinking_from_history=True` it is dropped up to the last question, as
+with the template's clear_thinking.
 """
 
 import json
@@ -56,10 +56,10 @@ class Glm5_3Renderer(OpenedThinkRenderer):
     tags = (THINK_OPEN, THINK_CLOSE)
     end = _USER
     rewrites_last_message = True
-    # White space around the text of an answer is not there any more when the answer is history.
+    # White space around the text of an answer is stripped in history.
     has_extension_property = False
     reasoning_effort: ClassVar[str] = "Max"
-    """As the prompt names it."""
+    """As written in the prompt."""
 
     def __init__(self, tokenizer: Tokenizer, strip_thinking_from_history: bool = False) -> None:
         super().__init__(tokenizer)
@@ -108,13 +108,13 @@ class Glm5_3Renderer(OpenedThinkRenderer):
     def _role_header(self, message: Message, ctx: RenderContext) -> Row:
         before, role = ctx.prev_message, message["role"]
         if before is not None and before["role"] == "assistant" and _next_speaker(before, message):
-            return []  # the answer has ended in it
+            return []  # the answer ends with this token
         if role == "tool" and before is not None and before["role"] == "tool":
             return []
         return [{"system": _SYSTEM, "assistant": _ASSISTANT, "tool": _OBSERVATION}.get(role, _USER)]
 
     def _assistant_text(self, message: Message, ctx: RenderContext) -> str:
-        """All that follows the <think> of the prompt."""
+        """Everything after the prompt's <think>."""
         self._parts(message, ctx)
         reasoning, text = _reasoning_and_text(message["content"])
         self._check_reasoning(reasoning, ctx)
@@ -125,7 +125,7 @@ class Glm5_3Renderer(OpenedThinkRenderer):
         return f"{reasoning}{THINK_CLOSE}{text.strip()}{''.join(calls)}"
 
     def _declare_tools(self, tools: list[ToolSpec], system_prompt: str) -> list[Message]:
-        """Tools have a system message of their own, before the other."""
+        """Tools have a separate system message, which comes first."""
         lines = [
             json.dumps({key: value for key, value in tool.items() if key not in _NOT_DECLARED}, ensure_ascii=False)
             + "\n"
@@ -157,7 +157,7 @@ class Glm5_3LowReasoningRenderer(Glm5_3Renderer):
 
 
 def _next_speaker(answer: Message, following: Message | None) -> Token | None:
-    """The token by which the model ends an answer; None where another message follows than the one that it named."""
+    """The token that ends an answer; None if it does not match the role of the next message."""
     ends_in = _OBSERVATION if answer.get("tool_calls") or answer.get("unparsed_tool_calls") else _USER
     if following is None:
         return ends_in
@@ -165,15 +165,15 @@ def _next_speaker(answer: Message, following: Message | None) -> Token | None:
 
 
 def _reasoning_and_text(content: Content) -> tuple[str, str]:
-    """A string is cut where the template cuts it."""
+    """Split a string as the template does."""
     if isinstance(content, str) and THINK_CLOSE in content:
         return content.partition(THINK_CLOSE)[0].rpartition(THINK_OPEN)[2], content.rpartition(THINK_CLOSE)[2]
     return thinking_of(content), text_of(content)
 
 
 def _in_call_order(results: list[Message], caller: Message | None) -> list[Message]:
-    """The results in the order of the calls, if every call and every result has an id of its own and all results are of
-    calls; otherwise as they are, as in the template."""
+    """The results in the order of the calls, if calls and results have unique ids and each result has a call; else unchanged,
+    as in the template."""
     calls = [call.id for call in (caller or {}).get("tool_calls", [])]
     answered = [message.get("tool_call_id") for message in results]
     if not all(calls) or not all(answered) or len(set(calls)) < len(calls) or len(set(answered)) < len(answered):
@@ -198,8 +198,8 @@ def _call_text(call: ToolCall, ctx: RenderContext) -> str:
 
 
 def _read_call(body: str, declared: Mapping[str, object]) -> ToolCall:
-    """The format does not say the type of a value. The tool's schema does, where it is known; without it, what reads as JSON is
-    taken for JSON, anything else for a string."""
+    """Values have no type in the format. The tool's schema gives it if known; else text that parses as JSON is JSON, and other
+    text is a string."""
     call = _CALL.fullmatch(body)
     if call is None:
         raise ValueError(f"expected the name of a tool, then pairs of {_KEY} and {_VALUE}")

@@ -6,14 +6,13 @@
 (one line; there are no line breaks between messages). Each is a header, <|message|>, a body and an end token; responses
 are cut at token ids, so text that merely looks like a token is text. A thinking part is an `analysis` message. The last
 text part of an answer is its `final` message, and a text part before it, or before a tool call, is a `commentary`
-message. A tool call is a `commentary` message to functions.<name>. The model stops there, so what it writes has one at
-most; a message of a data set may have several, one after the other.
+message. A tool call is a `commentary` message to functions.<name>. The model stops there, so a sampled message has
+at most one; a message of a dataset may have several in sequence.
 
-A system message of ours becomes Harmony's developer message (`# Instructions`). Harmony's own system message, with
+Our system message becomes Harmony's developer message (`# Instructions`). Harmony's own system message, with
 reasoning effort and date, comes first in every prompt, except with `reasoning_effort=None`. Its date is today's, or that
-of the constructor; the renderers of the registry have a constant one, so that a run that goes on tomorrow sees the
-prompts of today. Reasoning is forgotten once a final answer follows it, and kept
-within a row of tool calls that is still going on.
+of the constructor; the registry's renderers use a constant date, so that a run resumed tomorrow sees the same prompts.
+Reasoning is dropped once a final answer follows it, and kept during a sequence of tool calls.
 
 Tokens equal those of OpenAI's harmony library. The chat templates on the hub differ from it in small ways: they write
 `json` without <|constrain|>, quote tool results as JSON strings, and put text before a tool call on the analysis channel.
@@ -63,7 +62,7 @@ Reasoning: {effort}
 _CALLS_NOTE = f"\nCalls to these tools must go to the commentary channel: '{_NAMESPACE}'."
 
 
-# The recipient may stand with the role or with the channel; a content type may follow, with or without <|constrain|>.
+# The recipient may follow the role or the channel; a content type may follow, with or without <|constrain|>.
 _HEADER = re.compile(
     rf"(?P<role>\w*)(?: to=(?P<to>[^\s<]+))?"
     rf"(?:{re.escape(CHANNEL)}(?P<channel>\w+)(?: to=(?P<also_to>[^\s<]+))? ?(?:{re.escape(CONSTRAIN)})?(?P<type>\w*)\s*)?"
@@ -74,8 +73,8 @@ _HEADER = re.compile(
 class Frame:
     """One Harmony message of a response.
 
-    ending: the special token that ends it; "" where the response was cut off.
-    text: all of it as written, from its header to its ending, without `<|start|>assistant`.
+    ending: the special token that ends it; "" if the response was cut off.
+    text: the whole message verbatim, from header to ending, without `<|start|>assistant`.
     well_formed: its header can be parsed and names the assistant or no role.
     """
 
@@ -89,7 +88,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class _HarmonyContext(RenderContext):
-    """`last_answer_index`: the last final answer before the last message; the reasoning up to there is forgotten."""
+    """`last_answer_index`: the last final answer before the last message; reasoning up to there is dropped."""
 
     last_answer_index: int = -1
 
@@ -97,8 +96,8 @@ class _HarmonyContext(RenderContext):
 class GptOssRenderer(FormatRenderer):
     """reasoning_effort: "low", "medium", "high", or None for no system message. current_date: YYYY-MM-DD, or None for today.
 
-    use_system_prompt says the same as reasoning_effort, for calls that give both; None: it follows.
-    Raises ConfigurationError for another value of any of them, and when the first two do not agree.
+    use_system_prompt is redundant, for callers that pass both; None: derived from reasoning_effort.
+    Raises ConfigurationError for an invalid value, and if the first two contradict each other.
     """
 
     format_name, roles, calls_tools = "Harmony", ("system", "developer", "user", "assistant", "tool"), True
@@ -148,14 +147,14 @@ class GptOssRenderer(FormatRenderer):
         if role in ("system", "developer"):
             if ctx.idx and _TOOLS_HEADING in text:
                 raise RendererError(
-                    f"message {ctx.idx} declares tools, but the system message, which comes first, has to speak of "
+                    f"message {ctx.idx} declares tools, but the system message, which comes first, has to mention "
                     "them: put what create_conversation_prefix_with_tools returns at the beginning"
                 )
             if not text:
                 return header, []
             header += [START, "developer"]
             if not text.startswith(_TOOLS_HEADING):
-                # The line breaks stand between the instructions and the tools, and are there without tools too.
+                # These line breaks separate instructions from tools, and are written without tools too.
                 text = f"# Instructions\n\n{text}" + ("" if _TOOLS_HEADING in text else "\n\n")
         elif role == "tool":
             header += [START, f"{_NAMESPACE}.{_called_function(message, ctx)} to=assistant", CHANNEL, "commentary"]
@@ -172,7 +171,7 @@ class GptOssRenderer(FormatRenderer):
         return [START, "system", MESSAGE, text, END]
 
     def _assistant_row(self, message: Message, ctx: RenderContext) -> Row:
-        """All that follows the first `<|start|>assistant`."""
+        """Everything after the first `<|start|>assistant`."""
         calls, unparsed = message.get("tool_calls", []), message.get("unparsed_tool_calls", [])
         rows = self._part_rows(message, ctx, answers=not calls and not unparsed)
         for call in calls:
@@ -182,11 +181,11 @@ class GptOssRenderer(FormatRenderer):
         return rows[0] + [piece for row in rows[1:] for piece in (START, "assistant", *row)]
 
     def _part_rows(self, message: Message, ctx: RenderContext, answers: bool) -> list[list[str]]:
-        """The parts as Harmony messages; one that answers ends in a final one, empty if need be."""
+        """The parts as Harmony messages; an answer ends in a final message, which may be empty."""
         parts = [part for part in self._parts(message, ctx) if text_of([part]) or thinking_of([part])]
         if answers and (not parts or parts[-1]["type"] != "text"):
             parts = [*parts, TextPart(type="text", text="")]
-        if _forgets_reasoning(ctx):
+        if _drops_reasoning(ctx):
             parts = [part for part in parts if part["type"] != "thinking"]
         rows: list[list[str]] = []
         for i, part in enumerate(parts):
@@ -203,7 +202,7 @@ class GptOssRenderer(FormatRenderer):
         return self._encode([CHANNEL, "final", MESSAGE, prefill]) if role == "assistant" else self._encode([prefill])
 
     def _arranged(self, messages: list[Message]) -> list[Message]:
-        """The messages, in which each result names its tool: by the id of its call, else by its place after the calls."""
+        """The messages, with the tool's name in each result: by the id of its call, else by its position after the calls."""
         arranged = super()._arranged(messages)
         calls: list[ToolCall] = []
         results = 0
@@ -255,7 +254,7 @@ class GptOssRenderer(FormatRenderer):
         return message, ParseTermination.STOP_SEQUENCE if whole else ParseTermination.MALFORMED
 
     def holds_control_token(self, response: list[int]) -> bool:
-        """As in Renderer. The channels of a reply are its own; a message in another's name, or after its stop, is not."""
+        """As in Renderer. A reply may have channels, but no message of another role, and nothing after its stop."""
         names = [self._names.get(token) for token in response]
         if any(name in STOPS for name in names[:-1]):
             return True
@@ -269,7 +268,7 @@ class GptOssRenderer(FormatRenderer):
         return False
 
     def _split(self, response: list[int]) -> tuple[list[Frame], bool]:
-        """(messages up to the first stop, whether the response is one whole row of well-formed messages and no more)."""
+        """(messages up to the first stop, whether the response consists of complete, well-formed messages only)."""
         frames: list[Frame] = []
         start = 0
         while True:
@@ -282,7 +281,7 @@ class GptOssRenderer(FormatRenderer):
             start = end + 1
 
     def _read(self, response: list[int], start: int, first: bool) -> tuple[Frame, int]:
-        """The message whose header begins at `start`, and where it ends."""
+        """(the message whose header begins at `start`, its end index)."""
         at_body = self._find(response, start, (MESSAGE, START, *ENDINGS))
         header = decode_tokens(self.tokenizer, response[start:at_body])
         begins = at_body < len(response) and self._names[response[at_body]] == MESSAGE
@@ -312,12 +311,12 @@ class GptOssRenderer(FormatRenderer):
 
 
 def channel_and_recipient(header: str) -> tuple[str, str]:
-    """Those of a message by its header, the text between <|start|> and <|message|>; "" for what it does not name."""
+    """(channel, recipient) of a header, the text between <|start|> and <|message|>; "" if not named."""
     match = _HEADER.fullmatch(header)
     return (match["channel"] or "", match["to"] or match["also_to"] or "") if match else ("", "")
 
 
-def _forgets_reasoning(ctx: RenderContext) -> bool:
+def _drops_reasoning(ctx: RenderContext) -> bool:
     if isinstance(ctx, _HarmonyContext):
         return not ctx.is_last and ctx.idx <= ctx.last_answer_index
     return not ctx.is_last and ctx.idx < ctx.last_user_index
@@ -335,7 +334,7 @@ def _called_function(message: Message, ctx: RenderContext) -> str:
 
 
 def _unparsed_row(raw: str) -> list[str]:
-    """A call as it was written, with the special tokens of its frame; others that its text spells stay text."""
+    """An unparsed call verbatim, with the special tokens of its frame; other special tokens in its text stay text."""
     ending = next((token for token in ENDINGS if raw.endswith(token)), None)
     header, begins, body = raw.removesuffix(ending or "").partition(MESSAGE)
     pieces = re.split(f"({re.escape(CHANNEL)}|{re.escape(CONSTRAIN)})", header)

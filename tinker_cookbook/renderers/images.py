@@ -1,7 +1,7 @@
-"""Pictures as chunks of prompts.
+"""Images as chunks of prompts.
 
-A chunk has as many positions as the model has for the picture; the engine fills them from the bytes. The tokens around a
-picture are text, which the renderers write.
+A chunk has as many positions as the model uses for the image; the engine fills them from the bytes. Renderers write the
+tokens around an image as text.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ if TYPE_CHECKING:
 
 
 class ImageProcessorProtocol(Protocol):
-    """What is asked of an image processor: `get_number_of_image_patches` (Qwen) or `get_resize_config` (Kimi). Those of
-    Gemma 3 and 4 have neither, and are known by their settings (`count_image_tokens`).
+    """Interface of an image processor: `get_number_of_image_patches` (Qwen) or `get_resize_config` (Kimi). Those of Gemma 3
+    and 4 have neither, and are recognised by their settings (`count_image_tokens`).
     """
 
     merge_size: int
-    """patches that become one token, in each direction"""
+    """patches merged into one token, in each direction"""
     patch_size: int
-    """pixels of a patch, in each direction"""
+    """pixels per patch, in each direction"""
 
     def get_number_of_image_patches(self, height: int, width: int, images_kwargs: dict[str, Any] | None = None) -> int:
-        """The patches of a picture of this size in pixels, before they are merged."""
+        """Number of patches of an image of this size in pixels, before merging."""
         raise NotImplementedError
 
     def get_resize_config(self, image_data: dict[str, Any]) -> dict[str, Any]:
-        """`num_tokens`, and more, for `{"type": "image", "image": a Pillow image}`."""
+        """`num_tokens` and other keys for `{"type": "image", "image": a Pillow image}`."""
         raise NotImplementedError
 
 
 def image_to_chunk(image_or_str: Image | str, image_processor: ImageProcessorProtocol) -> tinker.types.ImageChunk:
-    """The picture as JPEG bytes, with the number of its positions in the prompt.
+    """The image as JPEG bytes, with its number of positions in the prompt.
 
     Args:
         image_or_str: a Pillow image, a path, a file:// address or a data URI.
-        image_processor: the model's own; its limits on sizes say how many positions there are.
+        image_processor: the model's; its size limits determine the number of positions.
 
     Raises:
-        ImageError: the picture cannot be read, or the processor refuses its size; the message does not say which part it is.
-        ConfigurationError: the processor is of no known kind.
+        ImageError: the image cannot be read, or the processor rejects its size; the message does not name the part.
+        ConfigurationError: the processor is of an unknown kind.
     """
     image = open_image(image_or_str)
     return tinker.types.ImageChunk(
@@ -54,12 +54,12 @@ def image_to_chunk(image_or_str: Image | str, image_processor: ImageProcessorPro
 
 
 def count_image_tokens(image: Image, image_processor: ImageProcessorProtocol) -> int:
-    """The positions of a picture in a prompt: the patches of the processor's grid / merge_size^2 for Qwen and Kimi, as many as
-    the processor fits in for Gemma 4, always the same number (256) for Gemma 3.
+    """Number of positions of an image in a prompt: patches / merge_size^2 for Qwen and Kimi, the patches that fit for Gemma 4, a
+    constant (256) for Gemma 3.
 
     Raises:
-        ImageError: the picture is too narrow or too small for the processor.
-        ConfigurationError: the processor is of no known kind, or cuts pictures into crops.
+        ImageError: the image is too narrow or too small for the processor.
+        ConfigurationError: the processor is of an unknown kind, or cuts images into crops.
     """
     processor, (width, height) = cast(Any, image_processor), image.size
     try:

@@ -4,8 +4,8 @@
     <|im_user|>user<|im_middle|>What is 1+1?<|im_end|>
     <|im_assistant|>assistant<|im_middle|><think>Easy.</think>2<|im_end|>
 
-KimiK2Renderer is Kimi-K2-Thinking, which opens the think block itself; K2.5 and K2.6, whose prompts open it, are in
-kimi_k25.py and kimi_k26.py. As in the chat templates, a conversation without a system message gets the default one, and the
+KimiK2Renderer is for Kimi-K2-Thinking, which writes the opening think tag itself; kimi_k25.py and kimi_k26.py are for K2.5 and
+K2.6, whose prompts supply it. As in the chat templates, a conversation without a system message gets the default one, and the
 reasoning of answers up to the last one without a tool call is dropped; with `strip_thinking_from_history=False` it is kept, as
 with the preserve_thinking of K2.6, and prompts extend each other.
 
@@ -45,7 +45,7 @@ class KimiK2Renderer(OpenedThinkRenderer):
     tool_tags = (_CALLS_BEGIN, _CALLS_END)
     rewrites_last_message = True
     prompt_block: ClassVar[str] = ""
-    """What the prompt supplies of the answer's think block."""
+    """The part of the answer's think block that the prompt supplies."""
 
     def __init__(self, tokenizer: Tokenizer, strip_thinking_from_history: bool = True) -> None:
         super().__init__(tokenizer)
@@ -62,14 +62,14 @@ class KimiK2Renderer(OpenedThinkRenderer):
         if role != "tool":
             return header, [*self._content(message, ctx), _END]
         call_id = message.get("tool_call_id", "")
-        # In one piece with the text: a tokenizer joins its line break with those that the text begins with.
+        # Encode together with the text: a tokenizer merges the line break with those at the start of the text.
         return header, [f"## Return of {call_id}\n", *self._content(message, ctx), _END]
 
     def _get_generation_suffix(self, role: Role, ctx: RenderContext) -> list[int]:
         return self._encode(self._header(Message(role=role, content=""), ctx))
 
     def _header(self, message: Message, ctx: RenderContext) -> Row:
-        """All that a prompt supplies of a message."""
+        """The part of a message that a prompt supplies."""
         role = message["role"]
         token = {"user": _USER, "assistant": _ASSISTANT}.get(role, _SYSTEM)
         header = [
@@ -90,15 +90,15 @@ class KimiK2Renderer(OpenedThinkRenderer):
         return block + text_of(parts) + _calls_text(message)
 
     def _block(self, message: Message, ctx: RenderContext) -> str:
-        forgotten = self.strip_thinking_from_history and not ctx.in_last_assistant_turn
-        return f"{THINK_OPEN}{'' if forgotten else thinking_of(message['content'])}{THINK_CLOSE}"
+        dropped = self.strip_thinking_from_history and not ctx.in_last_assistant_turn
+        return f"{THINK_OPEN}{'' if dropped else thinking_of(message['content'])}{THINK_CLOSE}"
 
     def _supplied(self, message: Message, ctx: RenderContext) -> str:
-        """What the prompt supplies of the think block, which reasoning in history replaces where thinking is disabled."""
+        """The part of the think block that the prompt supplies; with thinking disabled, reasoning in history replaces it."""
         return self.prompt_block if self._block(message, ctx).startswith(self.prompt_block) else ""
 
     def _last_assistant_turn_start_index(self, messages: list[Message]) -> int:
-        """Index after the last assistant message without a tool call that something follows."""
+        """Index after the last assistant message without a tool call, not counting the final message."""
         answers = [
             i
             for i, message in enumerate(messages[:-1])

@@ -11,7 +11,7 @@ from tinker_cookbook.tokenizer_utils import Tokenizer
 
 
 class KimiK25Renderer(KimiK2Renderer):
-    """Kimi-K2.5 and K2.6, thinking: the prompt opens a think block. All but the assistant may show pictures."""
+    """Kimi-K2.5 and K2.6, thinking: the prompt opens a think block. All messages but the assistant's may have images."""
 
     prompt_block = THINK_OPEN
     reads_images = True
@@ -34,7 +34,7 @@ class KimiK25Renderer(KimiK2Renderer):
 
 
 class KimiK25DisableThinkingRenderer(KimiK25Renderer):
-    """Kimi-K2.5 and K2.6 told not to think: the prompt supplies an empty think block."""
+    """Kimi-K2.5 and K2.6 with thinking disabled: the prompt supplies an empty think block."""
 
     disables_thinking = True
     prompt_block = THINK_OPEN + THINK_CLOSE

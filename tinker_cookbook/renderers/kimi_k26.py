@@ -6,7 +6,7 @@ from tinker_cookbook.tokenizer_utils import Tokenizer
 
 
 class KimiK26PreserveThinkingRenderer(KimiK25Renderer):
-    """Prompts extend each other."""
+    """Kimi-K2.6 with reasoning kept in history, so that prompts extend each other."""
 
     def __init__(self, tokenizer: Tokenizer, image_processor: ImageProcessorProtocol | None = None) -> None:
         super().__init__(tokenizer, image_processor, strip_thinking_from_history=False)

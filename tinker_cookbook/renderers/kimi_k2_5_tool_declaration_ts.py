@@ -48,7 +48,7 @@ _BOUNDS = {
 def encode_tools_to_typescript_style(tools: Sequence[Mapping[str, Any]]) -> str:
     """The content of the message that declares `tools`, each `{"type": "function", "function": ToolSpec}`; "" for none.
 
-    Raises RendererError for a tool that is no function, and for a schema that the notation cannot say.
+    Raises RendererError for a tool that is not a function, and for a schema that the notation cannot express.
     """
     if others := sorted({str(tool.get("type")) for tool in tools} - {"function"}):
         raise RendererError(f"tools of type {', '.join(others)} cannot be declared: only functions can")
@@ -61,17 +61,17 @@ def encode_tools_to_typescript_style(tools: Sequence[Mapping[str, Any]]) -> str:
 def _function(tool: ToolSpec) -> str:
     parameters = tool["parameters"] or {}
     lines: list[str] = []
-    taken = _object(parameters, "")
+    argument_type = _object(parameters, "")
     if _refers_to_itself(parameters):
         fields = [
             _field(name, schema, parameters, _INDENT) for name, schema in _mapping(parameters, "properties").items()
         ]
         lines.append(f"interface {_SELF} " + ("{\n" + ",\n".join(fields) + "\n}" if fields else "{}"))
-        taken = _SELF
+        argument_type = _SELF
     for name, schema in _mapping(parameters, "$defs").items():
         described = _comments(schema.get("description"), "") if is_mapping(schema) else ""
         lines.append(f"{described}interface {name} {_type(schema, '')}")
-    lines.append(f"{_comments(tool['description'], '')}type {tool['name']} = (_: {taken}) => any;")
+    lines.append(f"{_comments(tool['description'], '')}type {tool['name']} = (_: {argument_type}) => any;")
     return "\n".join(lines)
 
 
@@ -80,8 +80,10 @@ def _object(schema: Schema, indent: str) -> str:
     by_need = sorted(properties, key=lambda name: (not _is_required(name, schema), name))
     fields = [_field(name, properties[name], schema, inner) for name in by_need]
     if (others := schema.get("additionalProperties")) is not None:
-        of_any = {True: "any", False: "never"}
-        fields.append(f"{inner}[k: string]: {of_any[others] if isinstance(others, bool) else _type(others, inner)}")
+        any_or_never = {True: "any", False: "never"}
+        fields.append(
+            f"{inner}[k: string]: {any_or_never[others] if isinstance(others, bool) else _type(others, inner)}"
+        )
     return "{\n" + ",\n".join(fields) + f"\n{indent}}}" if fields else "{}"
 
 
@@ -98,10 +100,10 @@ def _type(schema: object, indent: str) -> str:
     if isinstance(schema, bool):
         return "any" if schema else "null"
     if not is_mapping(schema):
-        raise _cannot_say(schema)
+        raise _not_expressible(schema)
     reference, variants, choices, kind = (schema.get(key) for key in ("$ref", "anyOf", "enum", "type"))
     if reference is not None:
-        return _referred(str(reference))
+        return _resolve_reference(str(reference))
     if is_list(variants):
         return " | ".join(_type(variant, indent) for variant in variants)
     if is_list(choices):
@@ -116,7 +118,7 @@ def _type(schema: object, indent: str) -> str:
         return _TYPES.get(kind, kind)
     if not schema:
         return "any"
-    raise _cannot_say(schema)
+    raise _not_expressible(schema)
 
 
 def _array(items: object, indent: str) -> str:
@@ -129,7 +131,7 @@ def _array(items: object, indent: str) -> str:
 
 
 def _notes(schema: object, indent: str) -> str:
-    """The comments before a field or an item: what it is, and within which bounds."""
+    """The comments before a field or an item: its description and bounds."""
     if not is_mapping(schema):
         return ""
     plain = not {"$ref", "anyOf", "enum"} & schema.keys()
@@ -144,7 +146,7 @@ def _comments(text: object, indent: str) -> str:
     return "".join((f"{indent}// {line}" if line else "") + "\n" for line in lines)
 
 
-def _referred(reference: str) -> str:
+def _resolve_reference(reference: str) -> str:
     if reference == "#":
         return _SELF
     if reference.startswith("#/$defs/"):
@@ -168,5 +170,5 @@ def _mapping(schema: Schema, key: str) -> Schema:
     return value if is_mapping(value) else {}
 
 
-def _cannot_say(schema: object) -> RendererError:
+def _not_expressible(schema: object) -> RendererError:
     return RendererError(f"the schema {schema!r} cannot be declared: give it a type, an enum, anyOf or $ref")

@@ -5,9 +5,9 @@
     <|open|>response<|sep|>2<|close|>response<|sep|><|close|>message<|sep|><|end_of_msg|>
 
 (one line; there are no line breaks between elements). The format is that of the encoder published with Kimi-K3; K3.1-Pro has
-its effort levels and no published template of its own, so this renderer is not verified. As in that encoder, a name, a key
-and a value within an element are encoded one by one, reasoning of earlier answers is kept, results of tools stand in the
-order of their calls where ids tell it, and with thinking disabled no answer has a think channel.
+its effort levels but no published template, so this renderer is not verified. As in that encoder, names, keys and values of
+an element are encoded separately, the reasoning of earlier answers is kept, tool results are in the order of their calls if
+ids give it, and with thinking disabled no answer has a think channel.
 
 Tools are declared by a message of the role `tool_declare` at the beginning, whose content is JSON.
 """
@@ -36,16 +36,16 @@ _TOOLS_PROMPT = "# Tools\nHere are the available tools, described in JSONSchema.
 
 @dataclass(frozen=True)
 class _ResultContext(RenderContext):
-    """calls: those of the last answer before the message. result: the how many-th result after it this is, from 1."""
+    """calls: the calls of the last answer before the message. result: index of this result after it, from 1."""
 
     calls: tuple[ToolCall, ...] = ()
     result: int = 0
 
 
 class KimiK31ProRenderer(FormatRenderer):
-    """reasoning_effort: how much to think; None names no effort. support_thinking: False tells the model not to think.
+    """reasoning_effort: how much to think; None: not written. support_thinking: False disables thinking.
 
-    Raises ConfigurationError for another effort.
+    Raises ConfigurationError for an unknown effort.
     """
 
     format_name, calls_tools = "Kimi-K3", True
@@ -68,7 +68,7 @@ class KimiK31ProRenderer(FormatRenderer):
             )
         self.reasoning_effort, self.support_thinking = reasoning_effort, support_thinking
         self.disables_thinking = not support_thinking
-        # Reasoning that is nothing but white space is written as none.
+        # Reasoning that is only white space is dropped.
         self.has_extension_property = not support_thinking
 
     def get_stop_sequences(self) -> list[int]:
@@ -80,7 +80,7 @@ class KimiK31ProRenderer(FormatRenderer):
     # Writing --------------------------------------------------------------------------------------------------------
 
     def _encode(self, row: Row) -> list[int]:
-        """Every piece by itself."""
+        """Encode each piece separately."""
         return [token for piece in row for token in super(KimiK31ProRenderer, self)._encode([piece])]
 
     def _arranged(self, messages: list[Message]) -> list[Message]:
@@ -110,12 +110,12 @@ class KimiK31ProRenderer(FormatRenderer):
     def _write(self, message: Message, ctx: RenderContext) -> tuple[Row, Row]:
         role = message["role"]
         if role == "assistant":
-            return self._asking(message, ctx), self._answer(message, ctx)
+            return self._answer_header(message, ctx), self._answer(message, ctx)
         text = ensure_text(message["content"])
         if role == "tool_declare":
             if ctx.idx:
                 raise RendererError(
-                    f"message {ctx.idx} declares tools, which stand at the beginning: put what "
+                    f"message {ctx.idx} declares tools, which belong at the beginning: put what "
                     "create_conversation_prefix_with_tools returns first"
                 )
             return _open("message", role="system", type="tool-declare"), [_TOOLS_PROMPT.format(text), *_ENDING]
@@ -124,16 +124,16 @@ class KimiK31ProRenderer(FormatRenderer):
     def _get_generation_suffix(self, role: Role, ctx: RenderContext) -> list[int]:
         header = Message(role=role, content="")
         if role == "assistant":
-            return self._encode(self._asking(header, ctx))
+            return self._encode(self._answer_header(header, ctx))
         return self._encode([*self._preamble(ctx), *_open("message", **self._attributes(header, ctx))])
 
-    def _asking(self, message: Message, ctx: RenderContext) -> Row:
-        """All that a prompt supplies of an answer."""
+    def _answer_header(self, message: Message, ctx: RenderContext) -> Row:
+        """The part of an answer that a prompt supplies."""
         channel = "think" if self.support_thinking else "response"
         return [*self._preamble(ctx), *_open("message", **self._attributes(message, ctx)), *_open(channel)]
 
     def _preamble(self, ctx: RenderContext) -> Row:
-        """What names the effort, before the first message that declares no tools."""
+        """The message with the effort, before the first message that does not declare tools."""
         opens = ctx.idx == 0 or (ctx.idx == 1 and (ctx.prev_message or {}).get("role") == "tool_declare")
         if not opens or not self.support_thinking or self.reasoning_effort is None:
             return []
@@ -156,7 +156,7 @@ class KimiK31ProRenderer(FormatRenderer):
         return {"role": role, "tool": name, "index": str(result)}
 
     def _answer(self, message: Message, ctx: RenderContext) -> Row:
-        """All that follows what `_asking` supplies."""
+        """Everything after `_answer_header`."""
         parts = self._parts(message, ctx)
         row: list[str] = []
         if self.support_thinking:
@@ -166,7 +166,7 @@ class KimiK31ProRenderer(FormatRenderer):
         calls: list[str] = []
         for index, call in enumerate(message.get("tool_calls", []), start=1):
             calls += [*_open("call", tool=call.function.name, index=str(index)), *_arguments(call), *_close("call")]
-        # The elements of a call that could not be read are nothing but text.
+        # An unparsed call is written as plain text.
         calls += [call.raw_text for call in message.get("unparsed_tool_calls", [])]
         if calls:
             row += [*_open("tools"), *calls, *_close("tools")]
@@ -185,7 +185,7 @@ class KimiK31ProRenderer(FormatRenderer):
         return read_reply(self.tokenizer, self.ids, response, self.support_thinking)
 
     def holds_control_token(self, response: list[int]) -> bool:
-        """As in Renderer. The elements of a reply are its own; another message, or anything after its end, is not."""
+        """As in Renderer. A reply may have elements, but no other message, and nothing after its end."""
         stop = self.ids[_END]
         if stop in response[:-1]:
             return True
@@ -216,7 +216,7 @@ def _arguments(call: ToolCall) -> list[str]:
     try:
         check_arguments(call.function.arguments)
     except ValueError:
-        # As in the encoder: what is no object stands as it is.
+        # As in the encoder, a non-object is written unchanged.
         return [*_open("json", type="object"), call.function.arguments, *_close("json")]
     row: list[str] = []
     for key, value in json.loads(call.function.arguments).items():

@@ -1,6 +1,6 @@
-"""How a reply of Kimi-K3 is read: elements that are opened and closed by control tokens, read by their ids.
+"""Parse replies of Kimi-K3: elements that are opened and closed by control tokens, found by their ids.
 
-A reply goes on inside the channel that its prompt opened. A well-formed one is: reasoning, the end of `think`, an element
+A reply starts inside the channel that its prompt opened. A well-formed one is: reasoning, the end of `think`, an element
 `response`, at most one element `tools`, the end of `message` and <|end_of_msg|>.
 """
 
@@ -43,7 +43,7 @@ _ARGUMENT = re.compile(
 
 
 class _Piece(NamedTuple):
-    """mark: OPEN or CLOSE, whose tag `text` is, or "" for text."""
+    """mark: OPEN or CLOSE, with the tag's name in `text`; or "" for text."""
 
     mark: str
     text: str
@@ -52,7 +52,7 @@ class _Piece(NamedTuple):
 def read_reply(
     tokenizer: Tokenizer, ids: Mapping[str, int], response: list[int], thinks: bool
 ) -> tuple[Message, ParseTermination]:
-    """(message, how it ended). `thinks`: whether the prompt opened the think channel, and not the response."""
+    """(message, termination). `thinks`: whether the prompt opened the think channel instead of the response."""
     endings = (ids[END], tokenizer.eos_token_id)
     at = next((i for i, token in enumerate(response) if token in endings), len(response))
     pieces, whole = _pieces(tokenizer, ids, response[:at])
@@ -63,7 +63,7 @@ def read_reply(
 
 
 def _pieces(tokenizer: Tokenizer, ids: Mapping[str, int], tokens: list[int]) -> tuple[list[_Piece], bool]:
-    """(tags and texts in order, whether every tag is whole)."""
+    """(tags and texts in order, whether every tag is complete)."""
     names = {ids[name]: name for name in (OPEN, CLOSE, SEP)}
     pieces: list[_Piece] = []
     start = 0
@@ -79,12 +79,12 @@ def _pieces(tokenizer: Tokenizer, ids: Mapping[str, int], tokens: list[int]) -> 
 
 
 def _read(pieces: list[_Piece], thinks: bool) -> tuple[Message, bool]:
-    """(message, whether the pieces are those of a well-formed reply)."""
+    """(message, whether the pieces form a well-formed reply)."""
     parts: list[ContentPart] = []
     calls: list[ToolCall | UnparsedToolCall] = []
     channel = "think" if thinks else "response"
     if pieces[:1] == [_Piece(OPEN, channel)]:
-        pieces = pieces[1:]  # the prompt has opened it
+        pieces = pieces[1:]  # the prompt opened it
     expected = ["think", "response", "tools", "message"][0 if thinks else 1 :]
     i = 0
     while i < len(pieces):
@@ -126,7 +126,7 @@ def _message(parts: list[ContentPart], calls: list[ToolCall | UnparsedToolCall])
 
 
 def _read_calls(section: str, closed: bool) -> list[ToolCall | UnparsedToolCall]:
-    """The calls of what stands in an element `tools`, its end included if it is `closed`."""
+    """The calls in an element `tools`; `section` includes its end if it is `closed`."""
     section = section.removesuffix(f"{CLOSE}tools{SEP}")
     if not closed:
         error = f"{UNTERMINATED_TOOL_BLOCK_ERROR}: {CLOSE}tools{SEP} is missing"

@@ -3,10 +3,10 @@ r"""The Llama 3 family: every message under a header of its role, ended by <|eot
     <|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nWhat is 1+1?<|eot_id|>
     <|start_header_id|>assistant<|end_header_id|>\n\n2<|eot_id|>
 
-This is the plain form of Llama 3.0, which the 3.1, 3.2 and 3.3 Instruct models read too. Their own chat templates also
-open every conversation with a system message that names a knowledge cutoff and today's date; it is left out here, so
-that a run does not depend on the day. Llama3Renderer has no tools: the family has no one format for them, and a reply that is
-JSON is an answer like any other.
+This is the plain form of Llama 3.0, which the 3.1, 3.2 and 3.3 Instruct models understand too. Their chat templates also
+open every conversation with a system message that names a knowledge cutoff and today's date; it is omitted here, so that
+a run does not depend on the date. Llama3Renderer has no tools, because the family has no single format for them; a JSON
+reply is an ordinary answer.
 
 Llama3ToolsRenderer adds the JSON form of the chat templates of 3.1, 3.2 and 3.3. Tools are declared in the first user message,
 and a call is a whole message, one at a time:
@@ -14,10 +14,10 @@ and a call is a whole message, one at a time:
     <|start_header_id|>assistant<|end_header_id|>\n\n{"name": "add", "parameters": {"a": 1}}<|eot_id|>
     <|start_header_id|>ipython<|end_header_id|>\n\n"2"<|eot_id|>
 
-Built-in tools of the templates (`<|python_tag|>`, code) are left out. Without tools both write the same.
+The templates' built-in tools (`<|python_tag|>`, code) are not supported. Without tools, both renderers give the same tokens.
 
-As in the template, white space around system and user text is taken off. An assistant message is kept as the model
-wrote it, where the template would take it off too: so prompts extend each other.
+As in the template, system and user text is stripped. Assistant messages are kept verbatim, although the template strips
+them too, so that prompts extend each other.
 """
 
 import json
@@ -33,7 +33,7 @@ from tinker_cookbook.renderers.types import Message, ToolCall, ToolSpec, Unparse
 
 _HEADER_START, _HEADER_END = Token("<|start_header_id|>"), Token("<|end_header_id|>")
 _CALL_BEGIN = ("{", '"name"', ":")
-"""with white space between"""
+"""Start of a call; white space may separate the parts."""
 _CANONICAL_CALL = re.compile(r'\{"name": "([^"\\]+)", "parameters": (.*)\}', re.DOTALL)
 # The wording that the models were trained with.
 _ENVIRONMENT = "Environment: ipython"
@@ -90,13 +90,13 @@ class Llama3ToolsRenderer(Llama3Renderer):
             result = json.dumps(ensure_text(message["content"]), ensure_ascii=False)
             return (_HEADER_START, "ipython", _HEADER_END, "\n\n"), (result, self.end)
         if message["role"] == "user" and (text := ensure_text(message["content"])).startswith(_TOOLS_PROMPT):
-            # Its own text is trimmed already; the declaration ends in line breaks.
+            # The text is already stripped; the declaration ends in line breaks.
             return (_HEADER_START, "user", _HEADER_END, "\n\n"), (text, self.end)
         calls = [_call_text(call) for call in message.get("tool_calls", [])]
         raw = "".join(call.raw_text for call in message.get("unparsed_tool_calls", []))
         if calls and (len(calls) > 1 or raw or ensure_text(message["content"]).strip()):
             raise RendererError(
-                f"message {ctx.idx}: in the Llama 3 format a call is a message of its own, without text and other calls; "
+                f"message {ctx.idx}: in the Llama 3 format a call is a separate message, without text and other calls; "
                 "give each a message"
             )
         if message["role"] != "assistant":
@@ -106,7 +106,7 @@ class Llama3ToolsRenderer(Llama3Renderer):
     # Reading --------------------------------------------------------------------------------------------------------
 
     def _read_message(self, tokens: list[int]) -> Message:
-        """A call where the reply begins as one, text otherwise."""
+        """A call if the reply begins like one, else text."""
         text = decode_tokens(self.tokenizer, tokens)
         return (
             assistant_message("", [_read_call(text)]) if _may_be_call(text, whole=True) else assistant_message(text, [])
@@ -117,31 +117,31 @@ class Llama3ToolsRenderer(Llama3Renderer):
 
 
 class _CallScanner(BlockScanner):
-    """Holds everything back for as long as the reply may be a call."""
+    """Buffers the reply while it may be a call."""
 
     def __init__(self) -> None:
         super().__init__(tool_tags=None, thinks=False, line_breaks=None)
-        self._held = ""
+        self._buffered = ""
         self._is_text = False
 
     def feed(self, text: str) -> list[Piece]:
         if self._is_text:
             return super().feed(text)
-        self._held += text
-        if _may_be_call(self._held):
+        self._buffered += text
+        if _may_be_call(self._buffered):
             return []
         self._is_text = True
-        return super().feed(self._held)
+        return super().feed(self._buffered)
 
     def finish(self, text: str = "") -> list[Piece]:
         pieces = self.feed(text)
-        if not self._is_text and self._held and not _may_be_call(self._held, whole=True):
-            pieces.append(Piece(BlockKind.TEXT, self._held))
+        if not self._is_text and self._buffered and not _may_be_call(self._buffered, whole=True):
+            pieces.append(Piece(BlockKind.TEXT, self._buffered))
         return [*pieces, *super().finish()]
 
 
 def _may_be_call(text: str, whole: bool = False) -> bool:
-    """Whether `text` is, or if it is not `whole` may become, the beginning of a call."""
+    """Whether `text` begins like a call, or may still do so if it is not `whole`."""
     for piece in _CALL_BEGIN:
         text = text.lstrip()
         if not text.startswith(piece):

@@ -1,7 +1,4 @@
-"""Prompts with pictures.
-
-Element by element, as ids, and as text for people.
-"""
+"""Prompts with images: as elements, as ids per position, and as text for people."""
 
 from __future__ import annotations
 
@@ -16,11 +13,11 @@ from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.pictures import size_of
 
 Element: TypeAlias = Union[int, "tinker.ModelInputChunk"]
-"""A token id, or a whole picture or other media chunk. Two pictures are equal if their bytes are."""
+"""A token id, or an image or other media chunk. Two images are equal if their bytes are."""
 
 
 def elements(model_input: tinker.ModelInput) -> list[Element]:
-    """The tokens and media of a prompt, in order. Raises DataValidationError for media that do not say how long they are."""
+    """The tokens and media of a prompt, in order. Raises DataValidationError for media without a length."""
     found: list[Element] = []
     for chunk in model_input.chunks:
         if isinstance(chunk, tinker.EncodedTextChunk):
@@ -33,7 +30,7 @@ def elements(model_input: tinker.ModelInput) -> list[Element]:
 
 
 def from_elements(parts: Sequence[Element]) -> tinker.ModelInput:
-    """The prompt of these elements, with the text between two media in one chunk."""
+    """The prompt of these elements, with adjacent tokens in one chunk."""
     chunks: list[tinker.ModelInputChunk] = []
     for is_text, run in groupby(parts, key=lambda part: isinstance(part, int)):
         if is_text:
@@ -44,12 +41,12 @@ def from_elements(parts: Sequence[Element]) -> tinker.ModelInput:
 
 
 def num_positions(parts: Sequence[Element]) -> int:
-    """How many positions they have in a sequence."""
+    """Total number of positions."""
     return len(parts) + sum(part.length - 1 for part in parts if not isinstance(part, int))
 
 
 def ids(parts: Sequence[Element], media: int = 0) -> list[int]:
-    """An id per position: the token's, and `media` at those of media."""
+    """An id per position: the token's, or `media` for positions of media."""
     found: list[int] = []
     for part in parts:
         if isinstance(part, int):
@@ -60,12 +57,12 @@ def ids(parts: Sequence[Element], media: int = 0) -> list[int]:
 
 
 def is_media(parts: Sequence[Element]) -> list[bool]:
-    """For each position, whether it is one of media."""
+    """For each position, whether it belongs to media."""
     return [flag for part in parts for flag in ([False] if isinstance(part, int) else [True] * part.length)]
 
 
 def shown_chunk(chunk: tinker.ModelInputChunk) -> str:
-    """Media in a text for people: `[image: 64x48, 12 tokens]`, without the size in pixels if it is not known."""
+    """Media as text for people: `[image: 64x48, 12 tokens]`, without the size in pixels if it is unknown."""
     data = getattr(chunk, "data", None)
     size = size_of(data) if chunk.type == "image" and isinstance(data, bytes) else None
     pixels = "" if size is None else f"{size[0]}x{size[1]}, "
@@ -73,7 +70,7 @@ def shown_chunk(chunk: tinker.ModelInputChunk) -> str:
 
 
 def decode(parts: Sequence[Element], tokenizer: Tokenizer) -> str:
-    """The text with its special tokens, and media as `shown_chunk`."""
+    """The text with special tokens, and media as in `shown_chunk`."""
     pieces: list[str] = []
     for is_text, run in groupby(parts, key=lambda part: isinstance(part, int)):
         if is_text:

@@ -4,13 +4,13 @@
 
 MistralRenderer writes version 7: Mistral Small 3 (24B-Instruct-2501) and Small 3.1 (2503). MistralV3Renderer writes
 version 3: Mistral Nemo Instruct 2407 and Ministral 8B Instruct 2410, whose system prompt goes into the last question.
-The source of both is the reference tokenizer, mistral-common. Not meant: models with a SentencePiece tokenizer
+The source of both is the reference tokenizer, mistral-common. Not supported: models with a SentencePiece tokenizer
 (7B-v0.3, Large 2411: spaces differ) and those of versions 11 and 13 (Small 3.2, Devstral, Magistral: tool calls differ).
-The default system prompts in some published chat templates, which name today's date, are left out.
+The default system prompts in some published chat templates, which name today's date, are omitted.
 
 Tools are declared by a message of the role `tool_declare`, which create_conversation_prefix_with_tools makes. Wherever
-it stands, it is written just before the last user message, as the models were trained: with tools, or a version 3
-system prompt, a prompt does not extend the one before the last question.
+it is, it is rendered just before the last user message, as in training: with tools, or a version 3 system prompt, a prompt
+does not extend the one before the last question.
 """
 
 import json
@@ -36,7 +36,7 @@ _CALL_END = re.compile(r', "id": "[A-Za-z0-9]{9}"\}(, |\]\Z)')
 
 
 class MistralRenderer(EndTokenRenderer):
-    """Version 7. Calls and results carry an id of nine letters and digits, which the model makes up for its call."""
+    """Version 7. Calls and results have an id of nine letters and digits, which the model generates for its call."""
 
     format_name, roles, calls_tools = "Mistral", ("system", "user", "assistant", "tool", "tool_declare"), True
     bos, end, tags = Token("<s>"), Token("</s>"), (_TOOL_CALLS,)
@@ -53,7 +53,7 @@ class MistralRenderer(EndTokenRenderer):
         return [*system, Message(role="tool_declare", content=declared)]
 
     def _arranged(self, messages: list[Message]) -> list[Message]:
-        """The messages in the order in which they are written."""
+        """The messages in the order in which they are rendered."""
         messages = super()._arranged(messages)
         declarations = [message for message in messages if message["role"] == "tool_declare"]
         if not declarations:
@@ -100,7 +100,7 @@ class MistralRenderer(EndTokenRenderer):
     # Reading --------------------------------------------------------------------------------------------------------
 
     def _read_message(self, tokens: list[int]) -> Message:
-        """Text, then calls. Calls are read all or none: one that is amiss leaves the whole block unparsed."""
+        """Text, then calls. One invalid call leaves the whole block unparsed."""
         at = tokens.index(self.ids[_TOOL_CALLS]) if self.ids[_TOOL_CALLS] in tokens else len(tokens)
         calls: Sequence[ToolCall | UnparsedToolCall] = (
             parse_tool_calls(decode_tokens(self.tokenizer, tokens[at + 1 :])) if at < len(tokens) else []
@@ -144,9 +144,9 @@ class MistralV3Renderer(MistralRenderer):
 
 
 def parse_tool_calls(block: str) -> Sequence[ToolCall | UnparsedToolCall]:
-    """Read what follows [TOOL_CALLS]: a JSON array of objects with `name`, `arguments` (object) and `id`.
+    """Parse the text after [TOOL_CALLS]: a JSON array of objects with `name`, `arguments` (object) and `id`.
 
-    All of the calls, or one UnparsedToolCall for the block.
+    Returns all calls, or one UnparsedToolCall for the block.
     """
     try:
         return _read_calls(block)
@@ -171,7 +171,7 @@ def _read_calls(block: str) -> list[ToolCall]:
 
 
 def _arguments_as_written(block: str) -> list[str] | None:
-    """The model's own spelling (spaces, escapes) of the arguments in a valid block of the canonical shape, else None."""
+    """The model's spelling (spaces, escapes) of the arguments in a valid block of the canonical form, else None."""
     spelled: list[str] = []
     at = 1
     while start := _CALL_START.match(block, at):

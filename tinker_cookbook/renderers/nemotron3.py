@@ -1,4 +1,4 @@
-"""The Nemotron 3 family, text only: ChatML that never goes without a system message, tool calls in tags.
+"""The Nemotron 3 family, text only: ChatML that always has a system message, tool calls in tags.
 
     <|im_start|>system\n<|im_end|>\n
     <|im_start|>user\nWhat is 1+1?<|im_end|>\n
@@ -7,10 +7,10 @@
 Nemotron3Renderer is for Nano and Super, Nemotron3UltraRenderer for Ultra and the 3.5 models, which put no line break
 around </think>. As in the chat template, an answer before the last question, and one without reasoning, has an empty
 block, `<think></think>`; with `strip_thinking_from_history=False` earlier reasoning is kept, as with the template's
-truncate_history_thinking=False. So an answer without reasoning does not go on from the prompt of a thinking model, which
-opens the block with a line break. The block of such an answer is not trained.
+truncate_history_thinking=False. So an answer without reasoning does not continue the prompt of a thinking model, which
+opens the block with a line break. The block of such an answer is not trained on.
 
-`effort` is what the template adds to the last question, for models that know how to think less.
+The template adds `effort` to the last question, for models that support reduced thinking.
 """
 
 import json
@@ -36,7 +36,7 @@ class Nemotron3Renderer(TaggedCallsRenderer):
     format_name = "Nemotron"
     line_breaks = LineBreaks(after_open=1, before_close=1, after_close=1, before_call=1)
     trims_called_text: ClassVar[bool] = True
-    """Whether white space around the text before an earlier tool call is taken off."""
+    """Whether the text before an earlier tool call is stripped."""
 
     def __init__(self, tokenizer: Tokenizer, strip_thinking_from_history: bool = True, effort: str = "") -> None:
         super().__init__(tokenizer, strip_thinking_from_history)
@@ -72,7 +72,7 @@ class Nemotron3Renderer(TaggedCallsRenderer):
         return "\n".join([written, *calls, ""]) if calls else written
 
     def _written(self, reasoning: str, text: str, calls_tools: bool, ctx: RenderContext) -> str:
-        """Think block and text, with white space at the end taken off where the template takes it off."""
+        """Think block and text, right-stripped where the template does so."""
         if self.strip_thinking_from_history and ctx.idx < ctx.last_user_index:
             if calls_tools:
                 return _EMPTY_BLOCK + (text.strip() if self.trims_called_text else text)
@@ -82,7 +82,7 @@ class Nemotron3Renderer(TaggedCallsRenderer):
         return (_EMPTY_BLOCK + text).rstrip()
 
     def _prompt_think_block(self, message: Message, ctx: RenderContext) -> str:
-        """Of an answer without reasoning also the empty block, which is not trained."""
+        """As in the base class; for an answer without reasoning also the empty block, which is not trained on."""
         reasoning, text = self._reasoning_and_text(message["content"])
         written = self._written(reasoning, text, bool(self._calls(message, ctx)), ctx)
         if written.startswith(_EMPTY_BLOCK):
@@ -93,7 +93,7 @@ class Nemotron3Renderer(TaggedCallsRenderer):
         return f"{THINK_OPEN}\n{reasoning}{self._before_close}{THINK_CLOSE}{self._after_block}"
 
     def _reasoning_and_text(self, content: Content) -> tuple[str, str]:
-        """A string is cut where the template cuts it, and otherwise left as it is."""
+        """Split a string as the template does; do not strip it."""
         if isinstance(content, str) and THINK_CLOSE in content:
             before, _, text = content.rpartition(THINK_CLOSE)
             reasoning = before.rpartition(THINK_OPEN)[2].removeprefix("\n").removesuffix(self._before_close)
@@ -107,7 +107,7 @@ class Nemotron3Renderer(TaggedCallsRenderer):
 
 
 class Nemotron3DisableThinkingRenderer(Nemotron3Renderer):
-    """Nano and Super, told not to think."""
+    """Nano and Super, with thinking disabled."""
 
     disables_thinking = True
     prompt_block = _EMPTY_BLOCK
@@ -121,7 +121,7 @@ class Nemotron3UltraRenderer(Nemotron3Renderer):
 
 
 class Nemotron3UltraDisableThinkingRenderer(Nemotron3UltraRenderer):
-    """Ultra and the 3.5 models, told not to think."""
+    """Ultra and the 3.5 models, with thinking disabled."""
 
     disables_thinking = True
     prompt_block = _EMPTY_BLOCK
@@ -135,7 +135,7 @@ class Nemotron3PreserveThinkingRenderer(Nemotron3Renderer):
 
 
 class Nemotron3LowThinkingRenderer(Nemotron3Renderer):
-    """Super, asked to think less."""
+    """Super, with reduced thinking."""
 
     def __init__(self, tokenizer: Tokenizer, strip_thinking_from_history: bool = True) -> None:
         super().__init__(tokenizer, strip_thinking_from_history, effort="low")
@@ -149,14 +149,14 @@ class Nemotron3UltraPreserveThinkingRenderer(Nemotron3UltraRenderer):
 
 
 class Nemotron3UltraMediumThinkingRenderer(Nemotron3UltraRenderer):
-    """Ultra and 3.5 Super, asked to think less."""
+    """Ultra and 3.5 Super, with reduced thinking."""
 
     def __init__(self, tokenizer: Tokenizer, strip_thinking_from_history: bool = True) -> None:
         super().__init__(tokenizer, strip_thinking_from_history, effort="efficient")
 
 
 def _declaration(tool: ToolSpec) -> str:
-    """One tool in tags. Keys of JSON schema without a tag of their own get one by their name."""
+    """One tool in tags. JSON schema keys without a dedicated tag become tags of the same name."""
     parameters = tool["parameters"] or {}
     lines = ["<function>", f"<name>{tool['name']}</name>"]
     if tool["description"].strip():

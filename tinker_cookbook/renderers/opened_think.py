@@ -1,8 +1,8 @@
-"""Formats in which the prompt opens the think block of an answer, or closes it at once for a model told not to think.
+"""Formats whose prompt opens the think block of an answer, or also closes it if thinking is disabled.
 
-A response of a model that thinks begins inside the block: what comes before the first </think> is reasoning. One without a
-</think> is a plain answer if it ended or called a tool, and reasoning if it was cut off, so that cut-off reasoning never
-passes for an answer. A stream takes it for reasoning throughout.
+A response of a thinking model begins inside the block: text before the first </think> is reasoning. A response without
+</think> is a plain answer if it ended or called a tool, and reasoning if it was cut off, so that truncated reasoning is never
+mistaken for an answer. A stream treats it as reasoning throughout.
 """
 
 from typing import ClassVar
@@ -25,9 +25,9 @@ from tinker_cookbook.renderers.types import Message, ParseTermination, ToolCall,
 
 
 class OpenedThinkRenderer(EndTokenRenderer):
-    """Reads such responses. A family says how its tool calls are read.
+    """Parses such responses. A family defines how to parse its tool calls (`_read_calls`).
 
-    tool_tags: what opens and closes a tool call, or a section of them.
+    tool_tags: opening and closing tag of a tool call, or of a section of calls.
     line_breaks: as in BlockScanner.
     """
 
@@ -35,7 +35,7 @@ class OpenedThinkRenderer(EndTokenRenderer):
     line_breaks: ClassVar[LineBreaks | None] = None
 
     def parse_response(self, response: list[int]) -> tuple[Message, ParseTermination]:
-        """As in EndTokenRenderer; blocks without content are no part of the message."""
+        """As in EndTokenRenderer; empty blocks are dropped."""
         tokens, termination = self._split_ending(self._normalize_response_tokens(response))
         scanner = self._new_scanner()
         pieces = scanner.finish(decode_tokens(self.tokenizer, tokens))
@@ -48,7 +48,7 @@ class OpenedThinkRenderer(EndTokenRenderer):
         return BlockScanner(self.tool_tags, line_breaks=self.line_breaks, opened=not self.disables_thinking)
 
     def _message_of(self, pieces: list[Piece]) -> Message:
-        # A block with nothing in it is no block.
+        # Drop empty blocks.
         following = [*(piece.kind for piece in pieces), None][1:]
         pieces = [
             piece
@@ -56,7 +56,7 @@ class OpenedThinkRenderer(EndTokenRenderer):
             if piece.kind is not BlockKind.THINK_START or after is BlockKind.THINKING
         ]
         parts, calls = parse_pieces(pieces, self.tool_tags, self._read_calls)
-        # A string with </think> in it would be read as reasoning when it is written again.
+        # A string with </think> would be split into reasoning when it is rendered again.
         plain = all(part["type"] == "text" and THINK_CLOSE not in part["text"] for part in parts)
         return assistant_message(text_of(parts) if plain else parts, calls)
 
@@ -68,7 +68,7 @@ class OpenedThinkRenderer(EndTokenRenderer):
         return without_thinking(message) if self.disables_thinking else message
 
     def _check_reasoning(self, reasoning: str, ctx: RenderContext) -> None:
-        """Raises RendererError for reasoning that cannot be written."""
+        """Raises RendererError for reasoning that cannot be rendered."""
         if THINK_CLOSE in reasoning:
             raise RendererError(
                 f"message {ctx.idx}: its reasoning holds {THINK_CLOSE!r}, which would end it; remove it"

@@ -4,8 +4,8 @@
     <|im_start|>assistant\n<think>\nEasy.\n</think>\n\n2<|im_end|>
 
 Renderers: Qwen3Renderer for the hybrid models in thinking mode, Qwen3DisableThinkingRenderer for the same
-models told not to think (the prompt ends in an empty think block), Qwen3InstructRenderer for the models that never
-think. Each equals the chat template of its models, which forgets the thinking of earlier turns; with
+models with thinking disabled (the prompt ends in an empty think block), Qwen3InstructRenderer for the models that never
+think. Each equals the chat template of its models, which drops the thinking of earlier turns; with
 `strip_thinking_from_history=False` it is kept as written, for multi-turn RL, and prompts extend each other.
 """
 
@@ -52,13 +52,13 @@ class Qwen3Renderer(ChatMLRenderer):
         """A response ends in <|im_end|> iff the model ended it; one without is MALFORMED (cut off)."""
         message, termination = super().parse_response(response)
         if self.strip_thinking_from_history:
-            # The template adds empty think blocks of its own, so they carry nothing.
+            # The template adds empty think blocks itself, so they carry no information.
             message["content"] = _without_empty_thinking(message["content"])
         return message, termination
 
 
 class Qwen3DisableThinkingRenderer(Qwen3Renderer):
-    """Hybrid models told not to think: the prompt supplies an empty think block."""
+    """Hybrid models with thinking disabled: the prompt supplies an empty think block."""
 
     disables_thinking = True
 
@@ -77,13 +77,13 @@ class Qwen3DisableThinkingRenderer(Qwen3Renderer):
         return super()._think_block_and_text(content, ctx)
 
     def _think_block(self, reasoning: str, ctx: RenderContext) -> str:
-        # The prompt has supplied an empty one.
+        # The prompt supplies an empty one.
         return super()._think_block(reasoning, ctx) if reasoning else ""
 
 
 class Qwen3InstructRenderer(Qwen3Renderer):
-    """Models that never think (Instruct-2507): thinking parts are left out, as in the template. A think block in a string, or
-    one that the model writes all the same, passes through as written."""
+    """Models that never think (Instruct-2507): thinking parts are dropped, as in the template. Think blocks in strings and in
+    replies pass through verbatim."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(tokenizer, strip_thinking_from_history=False)
@@ -96,7 +96,7 @@ class Qwen3InstructRenderer(Qwen3Renderer):
 
 
 class Qwen3VLRenderer(QwenPictures, Qwen3Renderer):
-    """Qwen3-VL Thinking: users and tools may show pictures."""
+    """Qwen3-VL Thinking: user messages and tool results may have images."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class Qwen3VLRenderer(QwenPictures, Qwen3Renderer):
 
 
 class Qwen3VLInstructRenderer(QwenPictures, Qwen3InstructRenderer):
-    """Qwen3-VL Instruct: users and tools may show pictures."""
+    """Qwen3-VL Instruct: user messages and tool results may have images."""
 
     def __init__(self, tokenizer: Tokenizer, image_processor: ImageProcessorProtocol | None = None) -> None:
         super().__init__(tokenizer)
@@ -118,7 +118,7 @@ class Qwen3VLInstructRenderer(QwenPictures, Qwen3InstructRenderer):
 
 def last_query_index(messages: list[Message], trims: bool = False) -> int:
     """Index of the last question, -1 for none. A user message that only wraps a tool result does not count, as in the
-    chat templates, one of which `trims` texts first."""
+    chat templates. `trims`: strip texts first, as in Qwen3.5's template."""
 
     def is_query(message: Message) -> bool:
         text = shown_text(message["content"])

@@ -3,10 +3,10 @@
     <|im_start|>user\nWhat is 1+1?<|im_end|>\n
     <|im_start|>assistant\n<think>\nEasy.\n</think>\n\n2<|im_end|>
 
-As in the chat template, white space around every text is taken off, an answer after the last question has a think block,
-empty if need be, and earlier answers have none. With `strip_thinking_from_history=False` every answer has its block, as
+As in the chat template, every text is stripped, an answer after the last question has a think block, which may be empty,
+and earlier answers have none. With `strip_thinking_from_history=False` every answer has its block, as
 with the template's preserve_thinking (Qwen3.6). An answer without reasoning is sampled after the open block, whose line
-break the tokenizer joins with the next one when the answer is history; so prompts are not certain to extend each other.
+break the tokenizer merges with the next one once the answer is history; so prompts may not extend each other.
 """
 
 import json
@@ -26,10 +26,10 @@ from tinker_cookbook.tokenizer_utils import Tokenizer
 
 class TaggedCallsRenderer(OpenedThinkRenderer, ChatMLRenderer):
     """ChatML whose prompts open the think block, with a tag per parameter of a tool call. As in the templates, the think
-    block of an earlier answer is written as one piece with it.
+    block of an earlier answer is encoded together with it.
 
-    prompt_block: what the prompt supplies of the answer's think block.
-    json_scalars: whether true, false and null are written in tool calls as in JSON, or as in Python.
+    prompt_block: the part of the answer's think block that the prompt supplies.
+    json_scalars: write true, false and null in tool calls as in JSON; else as in Python.
     """
 
     has_extension_property = False
@@ -51,7 +51,7 @@ class TaggedCallsRenderer(OpenedThinkRenderer, ChatMLRenderer):
         return self._encode([*self._header(role, ctx), "\n", self.prompt_block if role == "assistant" else ""])
 
     def _has_block(self, ctx: RenderContext) -> bool:
-        """Whether this answer is written with a think block."""
+        """Whether this answer has a think block."""
         return True
 
     def without_reasoning(self, message: Message) -> Message:
@@ -64,7 +64,7 @@ class TaggedCallsRenderer(OpenedThinkRenderer, ChatMLRenderer):
         return {**message, "content": text} if reasoning else message
 
     def _reasoning_and_text(self, content: Content) -> tuple[str, str]:
-        """As the template takes them apart."""
+        """(reasoning, text), split as in the template."""
         raise NotImplementedError
 
     def _calls(self, message: Message, ctx: RenderContext) -> list[str]:
@@ -119,7 +119,7 @@ class Qwen3_5Renderer(QwenPictures, TaggedCallsRenderer):
 
 
 class Qwen3_5DisableThinkingRenderer(Qwen3_5Renderer):
-    """Models told not to think: the prompt supplies an empty think block."""
+    """Models with thinking disabled: the prompt supplies an empty think block."""
 
     disables_thinking = True
     prompt_block = "<think>\n\n</think>\n\n"

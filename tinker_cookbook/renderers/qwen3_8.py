@@ -1,5 +1,5 @@
-"""Qwen3.8: the format of Qwen3.5, which keeps the reasoning of earlier answers and asks for the effort of its
-reasoning at the beginning of the system message."""
+"""Qwen3.8: the format of Qwen3.5, with the reasoning of earlier answers kept, and the reasoning effort at the beginning of
+the system message."""
 
 from tinker_cookbook.exceptions import RendererError
 from tinker_cookbook.renderers.content import ensure_list
@@ -21,11 +21,11 @@ REASONING_EFFORT_INSTRUCTIONS = {
         "unnecessary elaboration."
     ),
 }
-"""Reasoning effort -> how Qwen3.8 is asked for it."""
+"""Reasoning effort -> instruction in the system message."""
 
 
 class Qwen3_8Renderer(Qwen3_5Renderer):
-    """Qwen3.8. A string is text throughout, also a think block in it; an empty system message is left out."""
+    """Qwen3.8. A string is plain text, even a think block in it; an empty system message is dropped."""
 
     json_scalars = True
 
@@ -69,7 +69,7 @@ class Qwen3_8Renderer(Qwen3_5Renderer):
 
 
 class Qwen3_8DisableThinkingRenderer(Qwen3_8Renderer):
-    """Qwen3.8 told not to think."""
+    """Qwen3.8 with thinking disabled."""
 
     disables_thinking = True
     prompt_block = "<think>\n\n</think>\n\n"

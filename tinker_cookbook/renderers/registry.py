@@ -116,12 +116,12 @@ UNVERIFIED = frozenset(
         *(name for name in _BUILT_IN if name.startswith("kimi_k31_pro")),
     }
 )
-"""Built-in renderers of families that the reference package does not have, or that it leaves to a package that cannot be had.
-They are checked against the chat templates, as the tests state them, but not against a model's output."""
+"""Built-in renderers of families that the reference package lacks, or leaves to an unavailable package. Tests compare them with
+copies of the chat templates, but not with a model's output."""
 VERIFIED = frozenset(_BUILT_IN) - UNVERIFIED
 """Built-in renderers that are compared with recorded output of the reference package (tests/reference)."""
 ELSEWHERE = ("tml_v0",)
-"""Renderers whose format only another package writes."""
+"""Renderers of formats that only another package implements."""
 _registered: dict[str, RendererFactory] = {}
 
 
@@ -153,17 +153,17 @@ def get_renderer(
 ) -> Renderer:
     """The renderer called `name`: a known name, `package.module:object` or `path/file.py:object` (RENDERER_KIND).
 
-    `image_processor` (`get_image_processor(model_name)`) is needed for messages with pictures. `model_name` (else the
-    tokenizer's) allows pickling by name: tokenizer and image processor are then loaded anew by it.
+    `image_processor` (`get_image_processor(model_name)`) is needed for messages with images. `model_name` (else the
+    tokenizer's) allows pickling by name: unpickling then loads tokenizer and image processor of that model.
 
     Raises ConfigurationError for an unknown name, listing the known ones, for an object that is not a renderer, and for an
-    image processor that the renderer has no use for.
+    image processor that the renderer does not use.
     """
     name = full_reference(name)
     if name in _registered:
         renderer = _registered[name](tokenizer, image_processor)
     elif is_reference(name):
-        renderer = _own_renderer(name, tokenizer, image_processor)
+        renderer = _custom_renderer(name, tokenizer, image_processor)
     elif name in ELSEWHERE:
         raise ConfigurationError(
             f"renderer_name={name!r}: the format of the Inkling models is not published, only the package tml-renderers "
@@ -176,14 +176,14 @@ def get_renderer(
         )
     else:
         renderer = _BUILT_IN[name](tokenizer)
-        _give(renderer, name, image_processor, "reads text only")
+        _set_image_processor(renderer, name, image_processor, "reads text only")
     renderer.set_origin(name, model_name or typed(tokenizer).name_or_path or None, image_processor is not None)
     return renderer
 
 
 def get_renderer_of_model(name: str, model_name: str) -> Renderer:
     """`get_renderer` with the tokenizer of a model and, for a renderer that reads images, with its image processor, which is
-    loaded with the first picture. Raises as `get_renderer` and `get_tokenizer`.
+    loaded for the first image. Raises as `get_renderer` and `get_tokenizer`.
     """
     renderer = get_renderer(name, get_tokenizer(model_name), model_name=model_name)
     if renderer.reads_images and renderer.image_processor is None:
@@ -191,24 +191,24 @@ def get_renderer_of_model(name: str, model_name: str) -> Renderer:
     return renderer
 
 
-def _own_renderer(name: str, tokenizer: Tokenizer, image_processor: object | None) -> Renderer:
+def _custom_renderer(name: str, tokenizer: Tokenizer, image_processor: object | None) -> Renderer:
     factory = RENDERER_KIND.check(load_object(RENDERER_KIND, name), repr(name))
     renderer = factory(tokenizer) if isinstance(factory, type) else factory(tokenizer, image_processor)
     if not isinstance(renderer, Renderer):
         raise ConfigurationError(
-            f"renderer_name={name!r} gave a {type(renderer).__name__}, no Renderer. {RENDERER_KIND.help()}"
+            f"renderer_name={name!r} gave a {type(renderer).__name__}, not a Renderer. {RENDERER_KIND.help()}"
         )
     if isinstance(factory, type):
-        _give(renderer, name, image_processor, "is made from a tokenizer alone")
+        _set_image_processor(renderer, name, image_processor, "is made from a tokenizer alone")
     return renderer
 
 
-def _give(renderer: Renderer, name: str, image_processor: object | None, otherwise: str) -> None:
-    """Raises ConfigurationError, saying `otherwise`, for a processor that the renderer has no use for."""
+def _set_image_processor(renderer: Renderer, name: str, image_processor: object | None, why_not: str) -> None:
+    """Set the image processor. Raises ConfigurationError with the reason `why_not` if the renderer does not use one."""
     if image_processor is None:
         return
     if not renderer.reads_images:
-        raise ConfigurationError(f"renderer_name={name!r} {otherwise}; leave image_processor out")
+        raise ConfigurationError(f"renderer_name={name!r} {why_not}; leave image_processor out")
     renderer.read_images_with(image_processor)
 
 

@@ -71,37 +71,37 @@ class Renderer(ABC):
     has_extension_property: bool = False
     """True when each prompt of a conversation begins with the previous prompt plus the previous response."""
     rewrites_last_message: bool = False
-    """True for a format that writes the last message of a conversation in another way than earlier ones. In a prompt the
-    message that is asked for follows, so there every message is an earlier one, as in the chat templates."""
+    """True for a format that renders the last message of a conversation differently from earlier ones. In a prompt the
+    requested message comes last, so all given messages count as earlier ones, as in the chat templates."""
     reads_images: ClassVar[bool] = False
-    """Whether messages may hold pictures. What a picture becomes is said by `image_processor`."""
+    """Whether messages may have images, whose positions `image_processor` counts."""
     image_processor: ImageProcessorProtocol | None = None
-    """The model's own; None: text only."""
+    """The model's; None: text only."""
     _renderer_name: str | None = None
     _model_name: str | None = None
     _has_image_processor: bool = False
     control_tokens: ClassVar[tuple[str, ...]] = ()
-    """What only the renderer writes, between and around messages: no text of a message becomes one of them, nor one of the
-    tokenizer's own tokens for beginning, end and padding, nor one of `reserved_tokens`."""
+    """Tokens that only the renderer writes, between and around messages. No text of a message is encoded to one of them, to the
+    tokenizer's BOS, EOS or padding token, or to one of `reserved_tokens`."""
     reserved_tokens: ClassVar[tuple[str, ...]] = ()
-    """More tokens of this kind, which the renderer does not write. A tokenizer may lack them."""
+    """Further tokens that text must not become and that the renderer does not write. A tokenizer may lack them."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.declared: dict[str, dict[str, object]] = {}
-        """The tools whose calls are read, name -> JSON schema of its arguments (`reading_calls_of`)."""
+        """Declared tools: name -> JSON schema of the arguments (`reading_calls_of`)."""
         named = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token)
         names = dict.fromkeys(str(name) for name in (*self.control_tokens, *self.reserved_tokens, *named) if name)
         ids = {name: encode_text(tokenizer, name) for name in names}
         self._text_encoder = TextEncoder(tokenizer, {name: only[0] for name, only in ids.items() if len(only) == 1})
 
     def set_origin(self, renderer_name: str, model_name: str | None, has_image_processor: bool) -> None:
-        """Called by `get_renderer`, with the names that the renderer is pickled by."""
+        """Set the names for pickling; called by `get_renderer`."""
         self._renderer_name, self._model_name = renderer_name, model_name
         self._has_image_processor = has_image_processor
 
     def read_images_with(self, image_processor: Any) -> None:
-        """Let messages hold pictures, whose positions this processor counts."""
+        """Allow images in messages; this processor counts their positions."""
         self.image_processor, self._has_image_processor = image_processor, True
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -132,7 +132,7 @@ class Renderer(ABC):
 
     @property
     def control_ids(self) -> frozenset[int]:
-        """The tokens that no text of a message is encoded to."""
+        """Token ids that no text of a message is encoded to."""
         return self._text_encoder.control_ids
 
     def holds_control_token(self, response: list[int]) -> bool:
@@ -142,9 +142,9 @@ class Renderer(ABC):
         return not self.control_ids.isdisjoint(body)
 
     def reading_calls_of(self, tools: list[ToolSpec]) -> Self:
-        """This renderer for the replies of a conversation with `tools`: where the format does not write the types of a call's
-        arguments, they are those of the tool's schema. Otherwise what reads as JSON is taken for JSON."""
-        reading = object.__new__(type(self))  # copy.copy would make one by its name
+        """A copy that parses replies in a conversation with `tools`: if the format does not write the types of a call's
+        arguments, the tool's schema gives them. Without a schema, text that parses as JSON is JSON."""
+        reading = object.__new__(type(self))  # copy.copy would make a new one by its name
         vars(reading).update(vars(self))
         reading.declared = {tool["name"]: tool["parameters"] for tool in tools}
         return reading
@@ -263,7 +263,7 @@ class Renderer(ABC):
                     assert isinstance(head, tinker.EncodedTextChunk)
                     weighted.append((text_chunk(list(head.tokens[:supplied])), 0.0))
                     weighted.append((text_chunk(list(head.tokens[supplied:])), 1.0))
-            # Nothing predicts the positions of a picture.
+            # The positions of an image are not predicted.
             weighted += [(chunk, float(trained and isinstance(chunk, tinker.EncodedTextChunk))) for chunk in output]
         weighted.append((rendered.stop_overlap, float(trained)))
 
@@ -284,7 +284,7 @@ class Renderer(ABC):
         written.
 
         Each selected message is rendered as the last of its conversation; an example that is a prefix of the next one
-        is merged into it. So a format with the extension property gives one example, and one that removes old thinking
+        is merged into it. So a format with the extension property gives one example, and one that drops old thinking
         gives one per message. Selections of other messages give one example.
         """
         train_on_what = TrainOnWhat(train_on_what)
@@ -311,7 +311,7 @@ class Renderer(ABC):
 
     def to_openai_message(self, message: Message) -> dict[str, object]:
         """The message in the form of the OpenAI chat API, with thinking under `reasoning_content`, and its content as a list
-        if it holds pictures."""
+        if it has images."""
         content: object = get_text_content(message)
         if any(part["type"] == "image" for part in ensure_list(message["content"])):
             content = [
@@ -394,8 +394,8 @@ def _check_trainable_keys(messages: list[Message], train_on_what: TrainOnWhat) -
 
 
 def _restore(renderer_name: str, model_name: str, has_image_processor: bool = False) -> Renderer:
-    """Unpickle by name, so that tokenizer and image processor, which are the model's, are loaded once per process and not
-    pickled with every renderer.
+    """Unpickle by name, so that the model's tokenizer and image processor are loaded once per process and not pickled with every
+    renderer.
     """
     from tinker_cookbook.renderers import get_renderer
 

@@ -22,7 +22,7 @@ _STOP = "\n\nUser:"
 
 
 class RoleColonRenderer(FormatRenderer):
-    """Base models: no special tokens but the beginning, a turn ends where the user's next one begins."""
+    """Base models: no special tokens except BOS; a turn ends where the next user turn begins."""
 
     format_name, roles, names_speakers = "role_colon", ("system", "user", "assistant"), True
     has_extension_property = True
@@ -58,7 +58,7 @@ class RoleColonRenderer(FormatRenderer):
         if not stop:
             termination = ParseTermination.EOS if ended else ParseTermination.MALFORMED
         elif _STOP in decode_tokens(self.tokenizer, tokens[:-1]):
-            # The model was not stopped at its stop sequence: this is no response to a prompt of ours.
+            # Sampling did not stop at the stop sequence: this is not a response to one of our prompts.
             termination = ParseTermination.MALFORMED
         else:
             termination = ParseTermination.STOP_SEQUENCE

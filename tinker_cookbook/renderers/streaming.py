@@ -16,11 +16,11 @@ from tinker_cookbook.tokenizer_utils import Tokenizer
 
 
 class StreamingParser:
-    """Text as deltas. `feed` takes one token at a time, `finish` returns the rest and then the Message.
+    """Yields text as deltas. `feed` takes one token at a time, `finish` yields the rest and then the Message.
 
     Args:
         tokenizer: turns tokens into text; a character whose bytes span tokens is held back until it is whole.
-        end_message_token: nothing after it is shown.
+        end_message_token: tokens after it give no deltas.
         parse_final_response: makes the Message from all tokens, including those after the end.
     """
 
@@ -36,15 +36,14 @@ class StreamingParser:
         self.reset()
 
     def reset(self) -> None:
-        """Start again, with another reply."""
+        """Start with a new reply."""
         self._decoder, self._scanner = Utf8TokenDecoder(self.tokenizer), self._new_scanner()
         self._seen: list[int] = []
         self._began = self._ended = False
 
     @property
     def opening_unclosed(self) -> bool:
-        """Whether the reply may have begun as text: what was given as reasoning so far stood in a block that only the prompt
-        opened, and that no </think> has closed."""
+        """Whether the reasoning so far may turn out to be text, because no </think> has closed the prompt's block."""
         return self._scanner.opening_unclosed
 
     def feed(self, token: int) -> Iterator[MessageDelta]:

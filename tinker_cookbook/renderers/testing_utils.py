@@ -1,4 +1,4 @@
-"""What tests of renderers need when they compare with a published template."""
+"""Helpers for tests that compare renderers with a published template."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def extract_token_ids(result: Any) -> list[int]:
 
 
 def skip_deepseek_tokenizer_bug(test: Callable[..., Any]) -> Callable[..., Any]:
-    """Marks a test that is skipped where transformers loses the spaces of DeepSeek's tokenizers."""
+    """Skip a test if transformers loses the spaces of DeepSeek's tokenizers."""
     import pytest
 
     return pytest.mark.skipif(_SPACES_LOST, reason=_reason())(test)
 
 
 def skip_if_deepseek_tokenizer_bug(model_name: str) -> None:
-    """Skip the test that calls this with a DeepSeek model, where transformers loses the spaces of its tokenizer."""
+    """Skip the calling test for a DeepSeek model if transformers loses the spaces of its tokenizer."""
     import pytest
 
     if _SPACES_LOST and "deepseek" in model_name.lower():

@@ -1,7 +1,7 @@
-"""Types of a tool call's arguments, by the JSON schema that declared the tool.
+"""Types of a tool call's arguments, from the JSON schema that declares the tool.
 
-Some formats write the value of an argument as bare text (Qwen3.5, Nemotron 3, GLM): there the schema tells `12` the number from
-`12` the text. Only types are looked at, in the arguments themselves and not within them; a schema that names none allows all.
+Some formats write an argument as bare text (Qwen3.5, Nemotron 3, GLM): the schema distinguishes the number `12` from the text
+`12`. Only types of top-level arguments are checked; a schema without types allows all.
 """
 
 import json
@@ -20,18 +20,18 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "array": lambda value: isinstance(value, list),
 }
 
-_TOLD = 8
-"""How many problems of one call are told."""
+_MAX_REPORTED = 8
+"""Maximum number of reported problems per call."""
 
 
 def schema_of(parameters: object, name: str) -> object:
-    """The schema of one argument in the schema of all; None where there is none."""
+    """The schema of one argument; None if there is none."""
     properties = parameters.get("properties") if is_mapping(parameters) else None
     return properties.get(name) if is_mapping(properties) else None
 
 
 def declared_types(schema: object) -> frozenset[str]:
-    """The JSON types that a schema allows; empty where it does not say."""
+    """The JSON types that a schema allows; empty if it does not restrict them."""
     if not is_mapping(schema):
         return frozenset()
     named = schema.get("type")
@@ -49,7 +49,7 @@ def declared_types(schema: object) -> frozenset[str]:
 
 
 def as_declared(text: str, value: object, schema: object) -> object:
-    """`value`, as `text` reads without a schema; the text itself where the schema wants a string and nothing else fits."""
+    """`text` if the schema wants a string and `value` fits no other allowed type; else `value`, the parsed `text`."""
     types = declared_types(schema)
     if types == frozenset({"string"}) or ("string" in types and not any(_CHECKS[name](value) for name in types)):
         return text
@@ -57,7 +57,7 @@ def as_declared(text: str, value: object, schema: object) -> object:
 
 
 def argument_problem(arguments: str, parameters: object) -> str | None:
-    """What is wrong with the types of a call's arguments, a JSON object; None: nothing."""
+    """The type errors in a call's arguments, a JSON object; None: no error."""
     try:
         given = json.loads(arguments)
     except RecursionError:
@@ -69,9 +69,9 @@ def argument_problem(arguments: str, parameters: object) -> str | None:
         types = declared_types(schema_of(parameters, name))
         if types and not any(_CHECKS[kind](value) for kind in types):
             problems.append(f"{name!r} is {_shown(value)}, not of type {' or '.join(sorted(types))}")
-    return "; ".join(problems[:_TOLD]) or None
+    return "; ".join(problems[:_MAX_REPORTED]) or None
 
 
 def _shown(value: object) -> str:
-    """The beginning of a value. Not of an object or array, which may be large."""
+    """The beginning of a scalar; objects and arrays may be large, and are not shown."""
     return f"{json.dumps(value, ensure_ascii=False):.100}" if not isinstance(value, dict | list) else "no scalar"

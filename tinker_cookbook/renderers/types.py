@@ -13,25 +13,25 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Role: TypeAlias = str
-"""system, user, assistant or tool; docs/renderers.md says how others are written."""
+"""system, user, assistant or tool; docs/renderers.md describes how others are rendered."""
 
 
 class TextPart(TypedDict):
-    """Text as it is written."""
+    """Plain text."""
 
     type: Literal["text"]
     text: str
 
 
 class ThinkingPart(TypedDict):
-    """Reasoning, without the tags that delimit it in the model's own format."""
+    """Reasoning, without the tags that delimit it in the model's format."""
 
     type: Literal["thinking"]
     thinking: str
 
 
 class ImagePart(TypedDict):
-    """A picture, for models that see."""
+    """An image, for vision models."""
 
     type: Literal["image"]
     image: "str | Image"
@@ -112,11 +112,11 @@ class TrainOnWhat(StrEnum):
     ALL_TOKENS = "all_tokens"
     ALL_USER_AND_SYSTEM_MESSAGES = "all_user_and_system_messages"
     CUSTOMIZED = "customized"
-    """Each message says so itself, by its key `trainable`."""
+    """The messages whose key `trainable` is True."""
 
 
 class ParseTermination(StrEnum):
-    """How a sampled response ended. Every member is truthy: ask `.is_clean`, never `if termination`."""
+    """How a sampled response ended. Every member is truthy: use `.is_clean`, never `if termination`."""
 
     STOP_SEQUENCE = "stop_sequence"
     EOS = "eos"
@@ -136,9 +136,9 @@ class ParseFailureKind(StrEnum):
     """Why a response is not a usable message."""
 
     STRUCTURAL = "structural"
-    """It did not end cleanly (cut off): asking again with the same budget would not help."""
+    """It did not end cleanly (cut off): a retry with the same budget would not help."""
     CONTENT = "content"
-    """It ended cleanly, but holds a tool call that cannot be read: a corrective message may help."""
+    """It ended cleanly, but has a tool call that cannot be parsed: a corrective message may help."""
 
 
 @dataclass(frozen=True)

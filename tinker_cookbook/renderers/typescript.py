@@ -7,7 +7,7 @@
     b?: number, // default: 1
     }) => any;
 
-Spacing and comments are those that the models were trained with, also where TypeScript itself would be tidier.
+Spacing and comments are those that the models were trained with, even where they are not idiomatic TypeScript.
 """
 
 import json
@@ -29,12 +29,12 @@ def declare_namespace(name: str, tools: list[ToolSpec]) -> str:
 def _declare_function(tool: ToolSpec) -> str:
     comment = "".join(f"// {line}\n" for line in tool["description"].splitlines())
     parameters = tool["parameters"]
-    takes = f"_: {type_of(parameters)}" if _mapping(parameters, "properties") else ""
-    return f"{comment}type {tool['name']} = ({takes}) => any;"
+    parameter = f"_: {type_of(parameters)}" if _mapping(parameters, "properties") else ""
+    return f"{comment}type {tool['name']} = ({parameter}) => any;"
 
 
 def type_of(schema: Schema, indent: str = "") -> str:
-    """The type that a JSON schema describes; `any` for what the notation cannot say (anyOf, $ref, no type)."""
+    """The type that a JSON schema describes; `any` for schemas that the notation cannot express (anyOf, $ref, no type)."""
     if variants := _schemas(schema, "oneOf"):
         return "".join(f"\n{indent} | {_variant(variant, indent, None, quoted=True)}" for variant in variants)
     kind = schema.get("type")
@@ -79,7 +79,7 @@ def _field(name: str, schema: Schema, indent: str) -> str:
         return f"{_comments(lines, indent)}{indent}{name}: {_nullable(schema, indent + '    ')},{default}\n"
     lines += [str(description)] if shown else []
     lines += [_default(schema)] if "default" in schema else []
-    # The first variant needs no words of its own where the field has been described just above.
+    # The first variant is not described again if the field is described just above.
     choices = "".join(
         f"{indent} | {_variant(variant, indent, variant.get('description') if shown and i == 0 else description)}\n"
         for i, variant in enumerate(variants)

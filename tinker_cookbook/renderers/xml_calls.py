@@ -1,9 +1,9 @@
-"""Tool calls as Qwen3.5 and Nemotron 3 write them, a tag per parameter, and how they tell the model to write them.
+"""Tool calls of Qwen3.5 and Nemotron 3, with a tag per parameter, and the instructions for them.
 
     <tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>
 
-The format does not say the type of a value. The tool's schema does, where it is known; without it, what reads as JSON is taken
-for JSON, anything else for a string.
+Values have no type in the format. The tool's schema gives it if known; else text that parses as JSON is JSON, and other text is
+a string.
 """
 
 import json
@@ -57,9 +57,9 @@ def declare(declarations: list[str]) -> str:
 
 
 def call_texts(message: Message, ctx: RenderContext, json_scalars: bool) -> list[str]:
-    """The tool calls of a message as they are written, each with its tags.
+    """The rendered tool calls of a message, each with its tags.
 
-    json_scalars: whether true, false and null are written as in JSON, or as in Python.
+    json_scalars: write true, false and null as in JSON; else as in Python.
     Raises RendererError when the arguments of a call are not a JSON object.
     """
     texts = [_call_text(call, ctx, json_scalars) for call in message.get("tool_calls", [])]

@@ -1,7 +1,7 @@
-"""Benchmarks of weights: by name (`run_benchmark("gsm8k", ...)`), of a task's items, or of an RL dataset, all on one runner.
+"""Benchmarks: by name (`run_benchmark("gsm8k", ...)`), of a task's items, or of an RL dataset, all on one runner.
 
 `runner` samples and scores, `builder` makes a benchmark from a dataset, `registry` has the names, `stored` reads and
-regrades results. Each benchmark has a module of its name. Names are imported lazily, on first access.
+regrades results. Each benchmark has a module with its name. Names are imported lazily, on first access.
 """
 
 from tinker_cookbook.utils.lazy import exports

@@ -54,6 +54,6 @@ class AIME2026BenchmarkBuilder(_AIME):
 
 
 class AIMEBenchmarkBuilder(AIME2025BenchmarkBuilder):
-    """The short name of that of 2025."""
+    """A short name for AIME 2025."""
 
     name = "aime"

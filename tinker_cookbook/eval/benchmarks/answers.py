@@ -1,4 +1,4 @@
-r"""Final answers in replies: a letter of a multiple choice, a number, the content of \boxed{}.
+r"""Extract final answers from replies: a multiple-choice letter, a number, the content of \boxed{}.
 
 All patterns take linear time, because replies may be long.
 """
@@ -9,7 +9,7 @@ from tinker_cookbook.env.shipped.questions.math import last_boxed, read_number, 
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 TAIL = 300
-"""Characters at the end of a reply in which a letter without any marker counts as the answer."""
+"""Within so many characters at the end of a reply, a letter without a marker counts as the answer."""
 
 _MARKER = re.compile(r"(?:answer\s+is|answer\s*:|答案\s*(?:是|为|选|:|：)|选择?)[\s:：*$]{0,8}", re.IGNORECASE)
 _WRAPPED = re.compile(r"\\(?:text|mathrm|mathbf|textbf)\{([^{}]*)\}")
@@ -22,7 +22,7 @@ extract_boxed = last_boxed
 
 
 def format_choices(choices: list[str]) -> str:
-    """The choices below each other, as `(A) first`."""
+    """The choices, one per line, as `(A) first`."""
     return "\n".join(f"({LETTERS[i]}) {choice}" for i, choice in enumerate(choices))
 
 
@@ -30,8 +30,8 @@ def extract_mcq_answer(text: str, valid_letters: str = "ABCD") -> str:
     r"""The letter that a reply chooses; "" if it chooses none.
 
     In this order: the last \boxed{B}; the last "answer is (B)", "answer: B" or its Chinese forms; in the last `TAIL`
-    characters a line of nothing but the letter, the last (B), the last capital letter that stands alone. The article
-    "A" and the pronoun "I" before another word are no choices.
+    characters, a line with only the letter, the last (B), the last capital letter that stands alone. The article "A" and
+    the pronoun "I" before another word do not count.
     """
     boxed = last_boxed(text)
     if boxed is not None:
@@ -53,11 +53,11 @@ def extract_mcq_answer(text: str, valid_letters: str = "ABCD") -> str:
 
 
 def _letter_at(text: str, position: int, valid_letters: str) -> str:
-    """The letter behind a marker: a capital one, or one in brackets; no first letter of a word."""
-    found = re.compile(rf"\((?i:([{valid_letters}]))\)|(?![AI]\s+[a-z])([{valid_letters}])(?![A-Za-z'])").match(
+    """The letter after a marker: a capital, or one in brackets, but not the first letter of a word."""
+    match = re.compile(rf"\((?i:([{valid_letters}]))\)|(?![AI]\s+[a-z])([{valid_letters}])(?![A-Za-z'])").match(
         text, position
     )
-    return (found.group(1) or found.group(2)).upper() if found else ""
+    return (match.group(1) or match.group(2)).upper() if match else ""
 
 
 def extract_number(text: str) -> str:
@@ -73,8 +73,8 @@ def extract_number(text: str) -> str:
 def extract_gsm8k_answer(text: str) -> str:
     r"""The number that a reply answers with, without commas; "" if it has none.
 
-    In this order: the last \boxed{}; behind the last ####; the last "answer is" or "answer:"; the last bold number;
-    the last number of all.
+    In this order: the last \boxed{}; after the last ####; the last "answer is" or "answer:"; the last bold number;
+    the last number in the reply.
     """
     boxed = last_boxed(text)
     if boxed:

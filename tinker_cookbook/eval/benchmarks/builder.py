@@ -1,6 +1,6 @@
-"""How a benchmark is made: from environments of any kind, or from the rows of a dataset and a grader.
+"""Build benchmarks: from environments of any kind, or from the rows of a dataset and a grader.
 
-A custom benchmark of questions is a `QuestionBenchmark` with its rows and its grader; `registry.register` names it.
+For a custom benchmark of questions, subclass `QuestionBenchmark` and call `registry.register`.
 """
 
 import copy
@@ -26,7 +26,7 @@ SHUFFLE_SEED = 42
 
 @dataclass(frozen=True)
 class Graded:
-    """Whether a reply is right, the answer that was read from it, and further metrics."""
+    """Whether a reply is right, the answer extracted from it, and further metrics."""
 
     correct: bool
     extracted: str = ""
@@ -39,7 +39,7 @@ class BenchmarkBuilder(ABC):
     Attributes:
         name: in the registry, and of the folder of its results.
         requires_sandbox: whether it runs programs of the model.
-        recommended_system_prompt: what a system prompt may say for this benchmark; it is not added by itself.
+        recommended_system_prompt: a system prompt for this benchmark; not added automatically.
     """
 
     name: str
@@ -63,18 +63,18 @@ class BenchmarkBuilder(ABC):
         """The items for the runner; `make_envs` is called once for each try.
 
         Raises:
-            ConfigurationError: `max_prompt_tokens` is given, which these environments do not take.
+            ConfigurationError: `max_prompt_tokens` is given; these environments do not support it.
         """
         if max_prompt_tokens is not None:
             raise ConfigurationError(f"benchmark {self.name}: takes no max_prompt_tokens; leave it out")
         tries = [self.make_envs(renderer, config)[:max_items] for _ in range(config.num_samples)]
-        groups = [_Given(tuple(envs)) for envs in zip(*tries, strict=True)]
+        groups = [_ExistingEnvs(tuple(envs)) for envs in zip(*tries, strict=True)]
         return Benchmark(self.name, groups, {"items": len(groups)})
 
 
 @dataclass(frozen=True)
-class _Given(EnvGroupBuilder):
-    """Tries of one item that exist already."""
+class _ExistingEnvs(EnvGroupBuilder):
+    """Existing environments for the tries of one item."""
 
     envs: tuple[Env, ...]
 
@@ -85,9 +85,9 @@ class _Given(EnvGroupBuilder):
 class QuestionBenchmark(BenchmarkBuilder):
     """A benchmark of single-turn questions from a dataset. Picklable.
 
-    Class attributes: `repository`, `configs` (of the dataset on the hub, all of which are read; none: the default one),
-    `split`, `columns` (the form of a row, for errors), `shuffled` (a limited number of items is a seeded choice of
-    all, and not the first ones), `means` (metrics whose means are in the result).
+    Class attributes: `repository`, `configs` (of the dataset on the hub; all are read; empty: the default one),
+    `split`, `columns` (the form of a row, for errors), `shuffled` (a limited number of items is a seeded sample,
+    not the first ones), `means` (metrics whose means are in the result).
 
     Args:
         dataset_path: a .jsonl, .csv or .parquet file with the same columns, read instead of the dataset on the hub.
@@ -118,7 +118,7 @@ class QuestionBenchmark(BenchmarkBuilder):
     def read(self, row: Row, subject: str) -> TaskItem | None:
         """The item of a row; None: the row is left out. `subject` is the dataset's configuration, "" in a file.
 
-        `question` is what is asked, `reference` what `grade` needs. Raises DataFormatError for an invalid row.
+        `question` is the prompt, `reference` is for `grade`. Raises DataFormatError for an invalid row.
         """
 
     @abstractmethod
@@ -129,7 +129,7 @@ class QuestionBenchmark(BenchmarkBuilder):
         """The items, read from the file or the hub.
 
         Raises:
-            ConfigurationError: no such file, or the dataset cannot be loaded; or no row can be asked.
+            ConfigurationError: no such file, the dataset cannot be loaded, or no row has an item.
             DataFormatError: a row lacks a column, or has a wrong value there.
         """
         if self.dataset_path is not None:
@@ -214,7 +214,7 @@ class QuestionEnv(OneTurnEnv):
 
 
 def logged_item(logs: dict[str, str | int | float]) -> TaskItem:
-    """The item of a stored try, from the logs of `QuestionEnv`. Raises KeyError if they are not its."""
+    """The item of a stored try, from the logs of `QuestionEnv`. Raises KeyError for other logs."""
     wrong = tuple(str(logs["wrong_answers"]).split("\n")) if logs["wrong_answers"] else ()
     return TaskItem(str(logs["example_id"]), str(logs["input"]), str(logs["expected"]), wrong)
 

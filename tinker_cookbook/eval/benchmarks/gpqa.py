@@ -11,7 +11,7 @@ from tinker_cookbook.utils.seeds import derive_seed
 
 
 class GPQABenchmarkBuilder(MultipleChoice):
-    """The choices are in an order that depends on the question only: the dataset has the right one in the first column."""
+    """Choices are shuffled by a seed derived from the question, because the first column always has the right one."""
 
     name = "gpqa"
     repository, configs, split = "Idavidrein/gpqa", ("gpqa_diamond",), "train"

@@ -14,7 +14,7 @@ __all__ = ["GSM8KBenchmarkBuilder", "check_gsm8k", "extract_boxed", "extract_gsm
 
 
 class GSM8KBenchmarkBuilder(QuestionBenchmark):
-    """The question alone is asked; the answer is the number behind #### in column `answer`."""
+    """The prompt is the question alone; the answer is the number after #### in column `answer`."""
 
     name = "gsm8k"
     repository, configs = "openai/gsm8k", ("main",)

@@ -11,12 +11,12 @@ from tinker_cookbook.eval.benchmarks.instructions import Arguments
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 
 CHECKERS_MODULE = "instructions_registry"
-"""Of the authors' package; `INSTRUCTION_DICT` has their checkers by kind."""
+"""Module of the authors' package; its `INSTRUCTION_DICT` has the checkers by kind."""
 
 
 class IFBenchBenchmarkBuilder(IFEvalBenchmarkBuilder):
-    """Like IFEval, with the checkers of the authors' package, which has to be installed. A checker that fails on a reply
-    counts as not followed.
+    """Like IFEval, with the checkers of the authors' package, which has to be installed. If a checker raises on a reply, the
+    instruction counts as not followed.
     """
 
     name = "ifbench"
@@ -30,7 +30,7 @@ class IFBenchBenchmarkBuilder(IFEvalBenchmarkBuilder):
             )
 
     def load(self, max_items: int | None = None) -> list[TaskItem]:
-        """As always; raises ConfigurationError too if the checkers are not installed."""
+        """As in the base class; also raises ConfigurationError if the checkers are not installed."""
         self.check()
         return super().load(max_items)
 

@@ -13,9 +13,9 @@ from tinker_cookbook.utils.narrowing import is_list, is_mapping
 
 
 class IFEvalBenchmarkBuilder(QuestionBenchmark):
-    """A reply is right if it follows every instruction of its prompt (the paper's strict accuracy of prompts).
+    """A reply is right if it follows every instruction of its prompt (the paper's strict prompt-level accuracy).
 
-    The metrics `fraction` (of its instructions) and `loose` (every instruction, by any of `loose_variants`) stand next to it.
+    Further metrics: `fraction` (of its instructions), and `loose` (each instruction is followed by one of `loose_variants`).
     """
 
     name = "ifeval"
@@ -35,7 +35,7 @@ class IFEvalBenchmarkBuilder(QuestionBenchmark):
         return TaskItem(question_id(self.name, row, "key"), row.text("prompt"), json.dumps(instructions))
 
     def load(self, max_items: int | None = None) -> list[TaskItem]:
-        """As always; raises ConfigurationError too if an item asks for a language and langdetect is not installed."""
+        """As in the base class; also raises ConfigurationError if an item needs langdetect, which is not installed."""
         items = super().load(max_items)
         check_packages(kind for item in items for kind, _ in _instructions(item))
         return items
@@ -72,7 +72,7 @@ def _list(row: Row, column: str) -> list[Any]:
 
 
 def _arguments(given: object) -> Mapping[str, Any]:
-    """The arguments of an instruction; the hub's table has a null for each that belongs to another kind."""
+    """The arguments of an instruction; the hub's table has nulls for arguments of other kinds."""
     if isinstance(given, str):
         given = json.loads(given)
     if given is None:

@@ -1,7 +1,7 @@
 """Checkers of verifiable instructions: the 25 kinds of IFEval (Zhou et al. 2023, arXiv:2311.07911).
 
-A checker says whether a text follows an instruction with these arguments, which are those of the dataset. Words are runs of
-letters, digits and underscores; a sentence ends with . ! or ? before white space, which the paper leaves to a tokenizer.
+A checker tells whether a text follows an instruction with the dataset's arguments. Words are runs of letters, digits and
+underscores. A sentence ends with . ! or ? before white space; the paper uses a tokenizer.
 """
 
 import importlib.util
@@ -44,7 +44,7 @@ def frequency(text: str, asked: Arguments) -> bool:
 
 
 def forbidden_words(text: str, asked: Arguments) -> bool:
-    """None of the words occurs as a word of its own."""
+    """None of the words occurs as a whole word."""
     return not any(re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE) for word in asked["forbidden_words"])
 
 
@@ -65,13 +65,13 @@ def number_words(text: str, asked: Arguments) -> bool:
 
 
 def number_paragraphs(text: str, asked: Arguments) -> bool:
-    """There are exactly that many paragraphs, divided by ***, none of them empty."""
-    paragraphs = _between(text, "***")
+    """There are exactly that many paragraphs, separated by ***, none of them empty."""
+    paragraphs = _split_at(text, "***")
     return paragraphs is not None and len(paragraphs) == asked["num_paragraphs"]
 
 
-def _between(text: str, divider: str) -> list[str] | None:
-    """The parts that a divider divides, without empty ones at both ends; None if one between is empty."""
+def _split_at(text: str, divider: str) -> list[str] | None:
+    """Split at the divider, without empty parts at the ends; None if an inner part is empty."""
     parts = [part.strip() for part in text.split(divider)]
     parts = parts[0 if parts[0] else 1 :]
     if parts and not parts[-1]:
@@ -80,7 +80,7 @@ def _between(text: str, divider: str) -> list[str] | None:
 
 
 def nth_paragraph_first_word(text: str, asked: Arguments) -> bool:
-    """There are exactly that many paragraphs, divided by an empty line, and one of them begins with the word."""
+    """There are exactly that many paragraphs, separated by empty lines, and the nth begins with the word."""
     paragraphs = [part.strip() for part in re.split(r"\n\n", text) if part.strip()]
     nth = asked["nth_paragraph"]
     if len(paragraphs) != asked["num_paragraphs"] or not 1 <= nth <= len(paragraphs):
@@ -112,13 +112,13 @@ def constrained_response(text: str, asked: Arguments) -> bool:
 
 
 def number_highlighted_sections(text: str, asked: Arguments) -> bool:
-    """There are at least that many *highlighted* or **highlighted** passages, each in a line and not empty."""
+    """There are at least that many *highlighted* or **highlighted** passages, each within a line and not empty."""
     found = re.findall(r"\*\*([^\n*]+)\*\*|\*([^\n*]+)\*", text)
     return sum(bool(double.strip() or single.strip()) for double, single in found) >= asked["num_highlights"]
 
 
 def multiple_sections(text: str, asked: Arguments) -> bool:
-    """There are at least that many sections with a number behind the word that begins them, as in Section 1."""
+    """There are at least that many numbered section headings, as in Section 1."""
     return len(re.findall(rf"{re.escape(asked['section_spliter'])}\s?\d+", text)) >= asked["num_sections"]
 
 
@@ -135,13 +135,13 @@ def json_format(text: str, asked: Arguments) -> bool:
 
 
 def title(text: str, asked: Arguments) -> bool:
-    """There is a title between << and >>, in a line."""
+    """There is a title between << and >>, on one line."""
     return any(inner.strip("<> \t") for inner in re.findall(r"<<([^\n>]+)>>", text))
 
 
 def two_responses(text: str, asked: Arguments) -> bool:
-    """There are two different responses, divided by six asterisks."""
-    parts = _between(text, "******")
+    """There are two different responses, separated by six asterisks."""
+    parts = _split_at(text, "******")
     return parts is not None and len(parts) == 2 and parts[0] != parts[1]
 
 
@@ -252,7 +252,7 @@ def follows(text: str, kind: str, asked: Arguments) -> bool:
 
 
 def loose_variants(text: str) -> list[str]:
-    """The text and its variants of the paper's loose accuracy: without the first line, the last line or both, each also
+    """The text and its variants for the paper's loose accuracy: without the first line, the last line or both, each also
     without asterisks.
     """
     lines = text.split("\n")

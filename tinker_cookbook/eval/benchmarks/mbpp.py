@@ -65,11 +65,11 @@ class MBPPBenchmarkBuilder(QuestionBenchmark):
         return TaskItem(question_id(self.name, row, "task_id"), question, json.dumps([*imports, *tests]))
 
     async def grade(self, item: TaskItem, reply: str) -> Graded:
-        """Run the program and the tests in one process. Only a run that came to the end of the tests passes: it then
-        prints a word that is drawn for it, so that exiting early is no success.
+        """Run the program and the tests in one process. Only a run that reaches the end of the tests passes: it then
+        prints a random token, so that exiting early does not count as success.
 
         Raises:
-            SandboxError: the sandbox failed; the program is not to blame.
+            SandboxError: the sandbox failed, not the program.
         """
         code, passed = extract_python_code(reply), secrets.token_hex(16)
         asked = json.dumps({"code": code, "tests": json.loads(item.reference), "passed": passed})

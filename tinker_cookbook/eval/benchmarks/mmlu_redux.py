@@ -1,4 +1,4 @@
-"""MMLU-Redux: 3,000 questions of 30 subjects of MMLU, checked by hand (Gema et al. 2024); those that are in order."""
+"""MMLU-Redux: 3,000 questions of 30 subjects of MMLU, checked by hand (Gema et al. 2024), without those marked as wrong."""
 
 from tinker_cookbook.data.rows import Row
 from tinker_cookbook.env.task import TaskItem

@@ -1,4 +1,4 @@
-"""What multiple-choice benchmarks share: a question with lettered choices, and a grader that compares letters."""
+"""Base of multiple-choice benchmarks: a question with lettered choices, and a grader that compares letters."""
 
 import json
 from collections.abc import Sequence

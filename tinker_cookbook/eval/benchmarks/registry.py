@@ -48,9 +48,11 @@ REGISTRY: dict[str, BenchmarkBuilder] = {
 
 
 def register(builder: BenchmarkBuilder) -> BenchmarkBuilder:
-    """Register a custom benchmark under its name. Raises ConfigurationError for a name that is taken, or is none."""
+    """Register a custom benchmark under its name. Raises ConfigurationError for a name that is taken or invalid."""
     if builder.name in REGISTRY or not builder.name.isidentifier():
-        raise ConfigurationError(f"benchmark {builder.name!r}: the name is taken, or no identifier; choose another")
+        raise ConfigurationError(
+            f"benchmark {builder.name!r}: the name is taken, or is not an identifier; choose another"
+        )
     REGISTRY[builder.name] = builder
     return builder
 
@@ -63,7 +65,7 @@ def get_benchmark(name: str, dataset_path: str | None = None) -> BenchmarkBuilde
 
     Raises:
         BenchmarkNotFoundError: no such name; the message lists the known and close ones.
-        ConfigurationError: `dataset_path` is not a file of rows, or the benchmark reads none.
+        ConfigurationError: `dataset_path` is not a file of rows, or the benchmark does not read files.
     """
     if name not in REGISTRY:
         near = difflib.get_close_matches(name.lower().replace("-", "_"), REGISTRY, n=2)
@@ -103,10 +105,10 @@ async def run_benchmark(
 
     Args:
         benchmark: a name of `REGISTRY`, or a custom one.
-        save_dir: the folder of results; the same call goes on with an interrupted run.
+        save_dir: the folder of results; the same call resumes an interrupted run.
         dataset_path: as in `get_benchmark`.
         max_items: None: all.
-        policy_name: identifies the weights; results of different ones are not mixed in one folder.
+        policy_name: identifies the weights; a folder never mixes results of different weights.
 
     Raises:
         BenchmarkNotFoundError: as in `get_benchmark`.
@@ -116,7 +118,7 @@ async def run_benchmark(
     if isinstance(benchmark, str):
         benchmark = get_benchmark(benchmark, dataset_path)
     elif dataset_path is not None:
-        raise ConfigurationError(f"dataset_path={dataset_path!r}: goes with a name; give the builder its own file")
+        raise ConfigurationError(f"dataset_path={dataset_path!r}: needs a benchmark name; pass the file to the builder")
     made = benchmark.make_benchmark(renderer, config, max_items)
     (result,) = await run_benchmarks([made], sampling_client, renderer.tokenizer, save_dir, config, policy_name)
     return result

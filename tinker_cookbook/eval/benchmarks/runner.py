@@ -47,9 +47,9 @@ from tinker_cookbook.utils.seeds import derive_seed
 TRAJECTORIES_BASE_NAME, RESULT_BASE_NAME = "trajectories.jsonl", "result.json"
 SETTINGS_BASE_NAME, SUMMARY_BASE_NAME = "settings.json", "summary.json"
 GRADER_METRICS = f"reward/{LMGrader.__name__}/"
-"""Prefix of a grader's calls, tokens and cost: summed over all tries."""
+"""Prefix of a grader's metrics (calls, tokens, cost), which are summed over all tries."""
 REWARD = "reward"
-"""As success_metric: the total reward of a trajectory."""
+"""Value of success_metric that means the total reward of a trajectory."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Benchmark:
     name: str
     builders: Sequence[EnvGroupBuilder]
     about: dict[str, Any] = field(default_factory=dict[str, Any])
-    """what distinguishes its items from those of a benchmark with the same name: they are not mixed in one folder"""
+    """identifies the items; a folder never mixes results with different values"""
     means: tuple[str, ...] = ()
     """metrics of tries whose means are in the result too"""
 
@@ -68,10 +68,10 @@ class Benchmark:
 class BenchmarkKeys(SystemPrompt):
     """How often items are tried, and what counts as solved."""
 
-    DOCS = docs(system_prompt="before each question of a benchmark by name; None: none. Tasks have their own")
+    DOCS = docs(system_prompt="before each question of a benchmark by name; None: none. Tasks set theirs")
 
     num_samples: int = chz.field(
-        default=1, doc="tries per item (more where a group gives several at a time)", validator=chz.validators.gt(0)
+        default=1, doc="tries per item; rounded up to whole groups", validator=chz.validators.gt(0)
     )
     pass_at: tuple[int, ...] = chz.field(default=(1,), doc="the k of pass@k, each at most num_samples, e.g. 1,4")
     success_metric: str = chz.field(
@@ -85,7 +85,7 @@ class BenchmarkKeys(SystemPrompt):
 class BenchmarkConfig(LongestReply, Temperature, Seeded, BenchmarkKeys, max_tokens=REQUIRED):
     """How to sample items, and what counts as solved."""
 
-    concurrent_items: int = chz.field(default=64, doc="items at a time", validator=chz.validators.gt(0))
+    concurrent_items: int = chz.field(default=64, doc="concurrent items", validator=chz.validators.gt(0))
 
 
 @dataclass(frozen=True)
@@ -97,12 +97,12 @@ class BenchmarkResult:
 
     @property
     def score(self) -> float:
-        """The share of solved tries."""
+        """The fraction of solved tries."""
         return self.metrics["score"]
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """The probability that at least one of k tries is right, estimated without bias from c right ones in n.
+    """The probability that at least one of k tries is right, an unbiased estimate from c right ones of n.
 
     1 - C(n - c, k) / C(n, k): equation 1 of Chen et al. 2021, "Evaluating Large Language Models Trained on Code".
 
@@ -216,7 +216,7 @@ async def _run_benchmark(
     benchmark: Benchmark, sampling_client: SamplingClient, tokenizer: Any, folder: Path, config: BenchmarkConfig
 ) -> BenchmarkResult:
     path = folder / TRAJECTORIES_BASE_NAME
-    truncate_jsonl(path, keep=lambda row: True)  # the torn line of a killed run
+    truncate_jsonl(path, keep=lambda row: True)  # drop the partial line of a killed run
     done: set[int] = {row["item"] for row in read_jsonl(path)} if path.exists() else set()
     slots = asyncio.Semaphore(config.concurrent_items)
 
@@ -257,7 +257,7 @@ def _tries(group: TrajectoryGroup, tokenizer: Any, config: BenchmarkConfig) -> l
         metrics |= member.metrics
         solved_by = member.total_reward if config.success_metric == REWARD else metrics.get(config.success_metric)
         if solved_by is None and metrics.get("context_overflow"):
-            solved_by = -math.inf  # the prompt was too long to be asked
+            solved_by = -math.inf  # the prompt was too long
         if solved_by is None:
             raise DataValidationError(
                 f"success_metric={config.success_metric!r}: the trajectories do not report it, but "
@@ -311,7 +311,7 @@ def folder_name(name: str) -> str:
 
 
 def _check_settings(folder: Path, benchmark: Benchmark, config: BenchmarkConfig, policy_name: str) -> None:
-    """Record the settings of the folder's results; refuse to mix in others."""
+    """Record the settings of the folder's results. Raises ConfigurationError if they differ from the recorded ones."""
     about_config = {
         key: value for key, value in chz.asdict(config).items() if key not in ("concurrent_items", "pass_at")
     }
@@ -323,7 +323,7 @@ def _check_settings(folder: Path, benchmark: Benchmark, config: BenchmarkConfig,
     path = folder / SETTINGS_BASE_NAME
     if path.exists():
         if read_json_object(path, "remove the folder or give another save_dir") != settings:
-            raise ConfigurationError(f"{folder} has results of other settings ({path}); give another save_dir")
+            raise ConfigurationError(f"{folder} has results with other settings ({path}); give another save_dir")
         return
     folder.mkdir(parents=True, exist_ok=True)
     write_json(path, settings)

@@ -1,4 +1,4 @@
-"""Reading the runner's files as tinker-cookbook's records, and grading stored replies again without sampling."""
+"""Read the runner's files as tinker-cookbook's records, and regrade stored replies without sampling."""
 
 from collections.abc import Callable, Sequence
 from inspect import isawaitable
@@ -57,7 +57,7 @@ def _trajectory(name: str, item: int, one: dict[str, Any]) -> StoredTrajectory:
 
 
 def load_result(save_dir: str | Path, benchmark_name: str) -> BenchmarkResult | None:
-    """The result of a benchmark from its tries; None: it has not been finished. Raises as `load_trajectories`."""
+    """The result of a benchmark from its tries; None: it is not finished. Raises as `load_trajectories`."""
     path = _folder(save_dir, benchmark_name) / RESULT_BASE_NAME
     if not path.exists():
         return None
@@ -75,15 +75,15 @@ def load_summary(save_dir: str | Path) -> dict[str, dict[str, float]]:
 
 
 def summarize(name: str, tries: Sequence[StoredTrajectory], rewards: Sequence[float]) -> BenchmarkResult:
-    """The result of tries with these rewards: a positive one is right. pass@k for every k that all items have."""
+    """The result of tries with these rewards, where a positive one means right; pass@k up to the fewest tries per item."""
     by_item: dict[int, list[bool]] = {}
     for one, reward in zip(tries, rewards, strict=True):
         by_item.setdefault(one.idx, []).append(reward > 0)
     right = sum(reward > 0 for reward in rewards)
-    most = min((len(item) for item in by_item.values()), default=0)
+    max_k = min((len(item) for item in by_item.values()), default=0)
     passed = {
         k: sum(pass_at_k(len(item), sum(item), k) for item in by_item.values()) / len(by_item)
-        for k in range(1, most + 1)
+        for k in range(1, max_k + 1)
     }
     truncated = sum(
         reward <= 0 and any(turn.metadata.get("stop_reason") == "length" for turn in one.turns)
@@ -95,7 +95,7 @@ def summarize(name: str, tries: Sequence[StoredTrajectory], rewards: Sequence[fl
 
 
 def regrade_trajectories(save_dir: str | Path, benchmark_name: str, grade_fn: GradeFn) -> BenchmarkResult:
-    """Grade stored replies with another function, without sampling. The files stay as they are.
+    """Grade stored replies with another function, without sampling. The files are unchanged.
 
     Raises:
         ConfigurationError: as in `load_trajectories`.
@@ -105,7 +105,7 @@ def regrade_trajectories(save_dir: str | Path, benchmark_name: str, grade_fn: Gr
 
 
 async def regrade_with(save_dir: str | Path, benchmark: QuestionBenchmark) -> BenchmarkResult:
-    """Grade stored replies with a benchmark's grader, for example after it has changed. The files stay as they are.
+    """Grade stored replies with a benchmark's grader, for example after it has changed. The files are unchanged.
 
     Raises:
         ConfigurationError: as in `load_trajectories`; or the tries are not those of a `QuestionBenchmark`.
@@ -114,7 +114,7 @@ async def regrade_with(save_dir: str | Path, benchmark: QuestionBenchmark) -> Be
     rewards: list[float] = []
     for one in tries:
         if "reply" not in one.logs:
-            rewards.append(0.0)  # its prompt was too long to be asked
+            rewards.append(0.0)  # the prompt was too long
             continue
         graded = benchmark.grade(logged_item(one.logs), _last_reply(one))
         rewards.append(float((await graded if isawaitable(graded) else graded).correct))
@@ -122,7 +122,7 @@ async def regrade_with(save_dir: str | Path, benchmark: QuestionBenchmark) -> Be
 
 
 def print_trajectory(traj: StoredTrajectory) -> None:
-    """Print a try for reading: its turns, and what was expected and read."""
+    """Print a try: its turns, the expected answer and the extracted one."""
     print(f"--- {traj.benchmark} {traj.example_id or traj.idx}: reward {traj.reward:g}")
     for turn in traj.turns:
         print(f"[{turn.role}] {turn.content}")
