@@ -37,6 +37,10 @@ class TestFunctions:
     def test_compression_is_best_at_a_tenth(self, length: int, expected: float) -> None:
         assert compression("s" * length, ARTICLE, "") == pytest.approx(expected)
 
+    def test_of_a_short_question_a_character_is_the_unit(self) -> None:
+        assert compression("s", "", "") == compression("s", "q", "") == pytest.approx(0.1)
+        assert compression("s", "qq", "") == pytest.approx(0.2)
+
     @pytest.mark.parametrize(
         ("solution", "reference"),
         [
@@ -71,7 +75,10 @@ class TestFunctions:
             (f"{TEN_WORDS} {TEN_WORDS}", 1.0),
             ("Short. Also short.", 0.5),
             ("Too short", 0.0),
+            (" ".join([TEN_WORDS] * 5), 1.0),
             (" ".join([TEN_WORDS] * 6), 0.5),  # too many sentences
+            (" ".join(["word"] * 40), 0.5),
+            (" ".join(["word"] * 9), 0.0),
             (" ".join(["word"] * 41) + ". " + " ".join(["word"] * 41) + ".", 0.5),
             ("It is 3.5 degrees", 0.0),  # a point within a number ends no sentence
         ],

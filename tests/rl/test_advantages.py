@@ -19,6 +19,7 @@ from tinker_cookbook.rl.advantages import (
     check_advantages,
     compute_advantages,
     lacks_signal,
+    part_rewards,
     remove_constant_reward_groups,
     token_scales,
 )
@@ -184,6 +185,37 @@ class TestGDPO:
         (found,) = compute_advantages([made], AdvantageConfig(baseline="gdpo", parts={"a": 1.0}))
         assert found.tolist() == [1.0, -1.0, 0.0]
 
+    def test_a_part_is_the_sum_over_the_turns_and_the_group_s_own(self) -> None:
+        turns = [turn([1], said([2])) for _ in range(4)]
+        for one, value in zip(turns, (1.0, 2.0, None, 0.5), strict=True):
+            one.metrics.update({} if value is None else {"a": value})
+        made = TrajectoryGroup(
+            [trajectory(*turns[:2]), trajectory(*turns[2:]), trajectory()], [0.0] * 3, [{"a": 4.0}, {}, {"a": -1.0}]
+        )
+        found = part_rewards(made, "a")
+        assert found.dtype == torch.float64 and found.tolist() == [7.0, 0.5, -1.0]
+
+    def test_without_any_that_trains_there_is_no_deviation(self) -> None:
+        config = AdvantageConfig(baseline="gdpo", parts={"a": 1.0})
+        assert compute_advantages([], config) == []
+        made = with_parts(a=[1.0, 0.0])
+        made.trained_G = [False, False]
+        assert [found.tolist() for found in compute_advantages([made], config)] == [[0.0, 0.0]]
+
+    def test_the_rejected_tell_no_signal(self) -> None:
+        made = with_parts(a=[1.0, 1.0, 50.0], b=[2.0, 2.0, 2.0])
+        made.trained_G = [True, True, False]
+        assert lacks_signal(made, AdvantageConfig(baseline="gdpo", parts={"a": 1.0, "b": 1.0}))
+        assert not lacks_signal(made, AdvantageConfig(credit="turn"))
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf])
+    def test_a_part_that_is_no_number_is_named_with_its_group(self, value: float) -> None:
+        config = AdvantageConfig(baseline="gdpo", parts={"a": 1.0})
+        with pytest.raises(DataValidationError, match=rf"^group 1: advantage\.parts names 'a', which is \[{value}\]"):
+            compute_advantages([with_parts(a=[1.0, 0.0]), with_parts(a=[0.0, value])], config)
+        with pytest.raises(DataValidationError, match=r"^group 0: .* is missing for a member; there are none$"):
+            part_rewards(group([1.0]), "a")
+
     def test_mistakes_are_named(self) -> None:
         config = AdvantageConfig(baseline="gdpo", parts={"corect": 1.0})
         with pytest.raises(
@@ -311,7 +343,17 @@ class TestCreditOfTurns:
         found = advantages(self.members(), credit="turn", baseline="leave_one_out")
         assert found == [pytest.approx([-1.5, -4.0]), pytest.approx([1.5, 0.0]), pytest.approx([0.0, 4.0])]
 
-    @pytest.mark.parametrize("baseline", ["role", "constant"])
+    @pytest.mark.parametrize("baseline", ["role", "role_mean", "constant", "gdpo"])
     def test_baselines_that_compare_no_turns_are_refused(self, baseline: Baseline) -> None:
         with pytest.raises(ConfigurationError, match=f"baseline={baseline}"):
             AdvantageConfig(credit="turn", baseline=baseline)
+        with pytest.raises(ConfigurationError, match=f"later_baseline={baseline} does not do"):
+            AdvantageConfig(credit="turn", later_baseline=baseline)
+
+    def test_later_turns_may_have_another_baseline(self) -> None:
+        found = advantages(self.members(), credit="turn", later_baseline="none")
+        assert found == [[-1.0, 5.0], [1.0, 0.0], [0.0, 9.0]]
+        found = advantages(self.members(), credit="turn", baseline="none", later_baseline="mean")
+        assert found == [[1.0, -2.0], [3.0, 0.0], [2.0, 2.0]]
+        with pytest.raises(ConfigurationError, match=r"later_baseline=mean is for turns .* add credit=turn"):
+            AdvantageConfig(later_baseline="mean")

@@ -6,7 +6,15 @@ import random
 import numpy as np
 import pytest
 
-from tinker_cookbook.utils.intervals import Z_95, bootstrap_mean, clustered_mean, nested_mean, student_mean, wilson
+from tinker_cookbook.utils.intervals import (
+    Z_95,
+    bootstrap_mean,
+    clustered_mean,
+    nested_mean,
+    student_95,
+    student_mean,
+    wilson,
+)
 
 
 def test_wilson_golden_numbers() -> None:
@@ -28,6 +36,25 @@ def test_an_interval_of_seeds_stays_in_the_range_of_its_values() -> None:
     free, rate = student_mean(values), student_mean(values, 0.0, 1.0)
     assert (free.mean, free.low, free.high) == pytest.approx((0.91, 0.73788, 1.08212), abs=1e-4)
     assert (rate.mean, rate.low, rate.high) == pytest.approx((0.91, 0.73788, 1.0), abs=1e-4)
+
+
+@pytest.mark.parametrize("n", range(2, 17))
+def test_student_s_points_hold_95_percent(n: int) -> None:
+    """The density of n - 1 degrees of freedom, by Simpson's rule from 0 to the point, twice."""
+    dof, end, parts = n - 1, student_95(n), 20_000
+    scale = math.gamma((dof + 1) / 2) / (math.sqrt(dof * math.pi) * math.gamma(dof / 2))
+    density = scale * (1 + np.linspace(0, end, parts + 1) ** 2 / dof) ** (-(dof + 1) / 2)
+    inside = 2 * end / (3 * parts) * (density[0] + 4 * density[1::2].sum() + 2 * density[2:-1:2].sum() + density[-1])
+    assert inside == pytest.approx(0.95, abs=1e-4)
+
+
+def test_many_seeds_have_the_normal_s_interval_and_one_has_none() -> None:
+    values = [0.0, 1.0] * 8
+    found = student_mean(values)  # 2.131 standard errors of 1 / sqrt(60)
+    assert (found.mean, found.low, found.high) == pytest.approx((0.5, 0.5 - 0.27511, 0.5 + 0.27511), abs=1e-5)
+    assert student_95(17) == Z_95 == pytest.approx(1.96, abs=1e-4)
+    alone = student_mean([0.25])
+    assert alone.mean == 0.25 and math.isnan(alone.low) and math.isnan(alone.high)
 
 
 def test_bootstrap_of_one_run_is_about_the_normal_interval() -> None:
