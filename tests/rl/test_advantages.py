@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import chz
 import pytest
 import torch
 from hypothesis import given
@@ -13,6 +14,7 @@ from tests.rl.handmade import group, trajectory, turn
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError, ZeroAdvantageError
 from tinker_cookbook.rl.advantages import (
     AdvantageConfig,
+    AdvantageKeys,
     Baseline,
     RoleBaselines,
     Scale,
@@ -149,6 +151,11 @@ def with_parts(**parts: list[float]) -> TrajectoryGroup:
     return made
 
 
+def advantages_of_a(config: AdvantageConfig) -> list[float]:
+    (found,) = compute_advantages([with_parts(a=[0.75, 0.25], b=[0.0, 1.0])], config)
+    return found.tolist()
+
+
 class TestGDPO:
     def test_each_reward_is_a_z_score_and_the_batch_has_deviation_one(self) -> None:
         """Golden: z-scores by hand. In the first group `correct` is 1, -1 and `length` -1, 1; in the second only the first
@@ -202,6 +209,11 @@ class TestGDPO:
         made.trained_G = [False, False]
         assert [found.tolist() for found in compute_advantages([made], config)] == [[0.0, 0.0]]
 
+    def test_weights_are_shares_and_no_scale(self) -> None:
+        for weight in (0.125, 1.0, 8.0):
+            config = AdvantageConfig(baseline="gdpo", parts={"a": weight, "b": 0.0})
+            assert advantages_of_a(config) == [1.0, -1.0]
+
     def test_the_rejected_tell_no_signal(self) -> None:
         made = with_parts(a=[1.0, 1.0, 50.0], b=[2.0, 2.0, 2.0])
         made.trained_G = [True, True, False]
@@ -213,6 +225,10 @@ class TestGDPO:
         config = AdvantageConfig(baseline="gdpo", parts={"a": 1.0})
         with pytest.raises(DataValidationError, match=rf"^group 1: advantage\.parts names 'a', which is \[{value}\]"):
             compute_advantages([with_parts(a=[1.0, 0.0]), with_parts(a=[0.0, value])], config)
+        partly = with_parts(a=[1.0])
+        partly.metrics_G[0]["a"] = value
+        with pytest.raises(DataValidationError, match=rf"which is \[1\.0, {value}\] for a member; there are a$"):
+            part_rewards(partly, "a")
         with pytest.raises(DataValidationError, match=r"^group 0: .* is missing for a member; there are none$"):
             part_rewards(group([1.0]), "a")
 
@@ -265,6 +281,15 @@ class TestRoleBaselines:
         members.roles_G = roles
         with pytest.raises(ValueError, match="zip"):
             compute_advantages([members], AdvantageConfig(baseline="role"), RoleBaselines(decay=0.5))
+
+
+def test_what_is_set_goes_over_what_was() -> None:
+    base = AdvantageConfig(baseline="zscore", scale="token", role_decay=0.5)
+    assert AdvantageKeys(scale="sum", role_decay=0.0).over(base) == chz.replace(base, scale="sum", role_decay=0.0)
+    assert AdvantageKeys().over(base) == base
+    assert AdvantageConfig().over(base) == AdvantageConfig() != base
+    with pytest.raises(ConfigurationError, match="parts are for baseline=gdpo, not for baseline=zscore"):
+        AdvantageKeys(parts={"a": 1.0}).over(base)
 
 
 class TestTokenScales:

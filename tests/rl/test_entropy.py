@@ -28,14 +28,15 @@ def test_its_expectation_is_the_gradient_of_the_entropy() -> None:
         torch.testing.assert_close(found, 0.25 * wanted, rtol=1e-12, atol=1e-14)
 
 
-def test_rare_tokens_gain_and_frequent_ones_lose() -> None:
+@pytest.mark.parametrize("coef", [0.5, 1.0])
+def test_rare_tokens_gain_and_frequent_ones_lose(coef: float) -> None:
     """DATA has the tokens 10 and 11, and 12 to 14, each with advantage 2; the bonus has mean 0 over the batch."""
-    changed, metrics, _ = asyncio.run(EntropyBonus(EntropyConfig(coef=0.5))(list(DATA), [], []))
+    changed, metrics, _ = asyncio.run(EntropyBonus(EntropyConfig(coef=coef))(list(DATA), [], []))
     surprisal = np.concatenate([-array(datum, "logprobs")[array(datum, "mask") > 0] for datum in DATA])
     added = np.concatenate([array(datum, "advantages")[array(datum, "mask") > 0] - 2.0 for datum in changed])
     assert np.ptp(surprisal) > 0
-    assert added == pytest.approx(0.5 * (surprisal - surprisal.mean()), abs=1e-6)
-    assert metrics == {"optim/entropy_coef": 0.5}
+    assert added == pytest.approx(coef * (surprisal - surprisal.mean()), abs=1e-6)
+    assert metrics == {"optim/entropy_coef": coef}
     assert all((array(datum, "advantages")[array(datum, "mask") == 0] == 0).all() for datum in changed)
     assert all((array(datum, "advantages")[array(datum, "mask") > 0] == 2).all() for datum in DATA)  # copies
 

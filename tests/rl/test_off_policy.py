@@ -11,7 +11,7 @@ import tinker
 
 from tests.fakes import Pending, fake_logprob
 from tests.rl.handmade import DATA, array
-from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.rl.minibatch import Update
 from tinker_cookbook.rl.off_policy import OffPolicyCorrection, correct_off_policy
 
@@ -100,6 +100,11 @@ class TestOffPolicyCorrection:
         assert np.log([metrics["off_policy/ratio_min"], metrics["off_policy/ratio_max"]]) == pytest.approx(
             bound, abs=1e-4
         )
+
+    def test_each_token_needs_the_trainer_s_logprob(self) -> None:
+        scored = [array(datum, "logprobs") for datum in DATA]
+        with pytest.raises(DataValidationError, match=r"datum 1: \(4,\) sampled logprobs, the trainer gave \(3,\)"):
+            correct_off_policy(DATA, [scored[0], scored[1][1:]], OffPolicyCorrection())
 
     def test_without_a_lower_bound_it_is_the_inverse_of_the_cap(self) -> None:
         assert OffPolicyCorrection().log_bounds == pytest.approx((-math.log(2), math.log(2)))
