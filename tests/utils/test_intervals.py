@@ -61,7 +61,9 @@ def test_beyond_the_table_it_is_the_expansion_s_value() -> None:
     assert [student_95(n) for n in (17, 31)] == pytest.approx([2.119256, 2.042176], abs=1e-6)
 
 
-def test_many_seeds_have_student_s_interval_too_and_one_has_none() -> None:
+def test_two_and_many_seeds_have_student_s_interval_and_one_has_none() -> None:
+    found = student_mean([1.0, 3.0])  # 12.706 standard errors of 1
+    assert (found.mean, found.low, found.high) == pytest.approx((2.0, -10.706, 14.706), abs=1e-3)
     found = student_mean([0.0, 1.0] * 8)  # 2.131 standard errors of 1 / sqrt(60)
     assert (found.mean, found.low, found.high) == pytest.approx((0.5, 0.5 - 0.27511, 0.5 + 0.27511), abs=1e-5)
     found = student_mean([0.0, 1.0] * 13)  # 2.0595 of 1 / sqrt(100)
