@@ -82,6 +82,16 @@ class TestDraws:
         assert Counter(made.draw(2, 25)).most_common(1)[0][1] <= 4  # no item before others had their turn
         assert set(made.draw(2, 25)) == set(range(10))
 
+    def test_no_item_comes_twice_in_a_batch_that_spans_two_epochs(self) -> None:
+        made = pool(num_items=6)
+        assert all(len(set(made.draw(batch, 4))) == 4 for batch in range(12))
+
+    def test_what_is_put_aside_comes_in_turn_where_nothing_else_is_left(self) -> None:
+        made = pool(num_items=6, easy_share=0.0)
+        for item in range(6):
+            made.record(item, [1.0])
+        assert sorted(made.draw(0, 3) + made.draw(1, 3)) == list(range(6))
+
     def test_nearly_all_and_nearly_none_are_mixed(self) -> None:
         made = pool()
         made.record(1, [1.0, 0.99])
