@@ -86,6 +86,14 @@ class TestDraws:
         made = pool(num_items=6)
         assert all(len(set(made.draw(batch, 4))) == 4 for batch in range(12))
 
+    def test_fewer_items_than_groups_are_repeated_evenly(self) -> None:
+        assert Counter(pool(num_items=6).draw(0, 18)) == dict.fromkeys(range(6), 3)
+
+    def test_easy_items_have_no_place_of_their_own(self) -> None:
+        made = pool(num_items=50)
+        made.record(7, [1.0])
+        assert len({made.draw(batch, 10).index(7) for batch in range(8)}) > 3
+
     def test_what_is_put_aside_comes_in_turn_where_nothing_else_is_left(self) -> None:
         made = pool(num_items=6, easy_share=0.0)
         for item in range(6):
