@@ -115,8 +115,9 @@ class TestDraws:
             one.draw(batch, 5)
         one.record(7, [1.0])
         one.record(8, [0.0])
-        two = pool()
-        two.restore(json.loads(json.dumps(one.state(first_batch=2))))
+        two, state = pool(), one.state(first_batch=2)
+        assert list(state["drawn"]) == ["2", "3"]  # no more than is asked for again
+        two.restore(json.loads(json.dumps(state)))
         assert [two.draw(batch, 5) for batch in range(2, 9)] == [one.draw(batch, 5) for batch in range(2, 9)]
         assert two.metrics() == one.metrics()
 
