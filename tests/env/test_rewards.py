@@ -1,6 +1,7 @@
 """What a reply is worth: golden numbers of each reward function, mixtures of them, and how a reply is read."""
 
 import asyncio
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,10 +21,10 @@ from tinker_cookbook.env.reward_functions import (
     length_penalty,
     rouge,
 )
-from tinker_cookbook.env.rewards import Weighted
+from tinker_cookbook.env.rewards import Weighted, read_value
 from tinker_cookbook.env.task import TaskItem, parse_confidence, parse_solution
 from tinker_cookbook.env.tasks import get_task
-from tinker_cookbook.exceptions import ConfigurationError, RewardError
+from tinker_cookbook.exceptions import ConfigurationError, DataValidationError, RewardError
 from tinker_cookbook.utils.misc_utils import resolved
 
 ARTICLE = "x" * 1000
@@ -177,6 +178,33 @@ class TestOwn:
         told = str(raised.value)
         assert told.startswith("reward_fn broken failed: KeyError: 'grade' (test_rewards.py, line ")
         assert "it was given question: str '2 + 2?'" in told and "answer: str '4'" in told
+
+
+class TestReturned:
+    """What a function may give back."""
+
+    def test_a_number_or_a_number_and_metrics(self) -> None:
+        assert read_value("reward_fn f", "f", True) == (1.0, {"f": 1.0})
+        assert read_value("reward_fn f", "f", (0.5, {"a": 2, "b": False})) == (0.5, {"f": 0.5, "f/a": 2.0, "f/b": 0.0})
+        assert read_value("reward_fn f", "f", (0.5, {})) == (0.5, {"f": 0.5})
+
+    @pytest.mark.parametrize(
+        ("returned", "said"),
+        [
+            ((0.5, None), "reward_fn f: f is (0.5, None); it must be a finite number"),
+            ((0.5, 1.0), "reward_fn f: f is (0.5, 1.0); it must be a finite number"),
+            ((0.5, {}, {}), "reward_fn f: f is (0.5, {}, {}); it must be a finite number"),
+            ((math.inf, {}), "reward_fn f: f is inf; it must be a finite number"),
+            ((0.5, {"a": "1"}), "reward_fn f: f/a is '1'; it must be a finite number"),
+            ("1", "reward_fn f: f is '1'; it must be a finite number"),
+            (b"1", "reward_fn f: f is b'1'; it must be a finite number"),
+            ([1.0], "reward_fn f: f is [1.0]; it must be a finite number"),
+        ],
+    )
+    def test_anything_else_is_shown(self, returned: Any, said: str) -> None:
+        with pytest.raises(DataValidationError) as raised:
+            read_value("reward_fn f", "f", returned)
+        assert str(raised.value) == said
 
 
 class TestReading:
