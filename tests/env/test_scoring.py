@@ -245,6 +245,35 @@ def test_the_metrics_of_group_functions_are_those_of_each_member() -> None:
     assert found == [[1.0, 1.0, 0.0, 1.0, 1.0], [0.0, 4.0, 1.0, 0.0, 0.0], [1.0, 1.0, 2.0, 1.0, 0.0]]
 
 
+def test_a_rubric_s_own_objects_are_given_by_name() -> None:
+    class Parser:
+        def read(self, text: str) -> str:
+            return text.strip("!")
+
+    parser = Parser()
+
+    def right(completion: str, answer, parser):
+        return float(parser.read(completion) == answer)
+
+    def anything(**kwargs):
+        return 10.0 * (kwargs["parser"] is parser and sorted(kwargs)[:2] == ["answer", "completion"])
+
+    def shortest(completions: list[str], parser):
+        lengths = [len(parser.read(text)) for text in completions]
+        return [100.0 * (length == min(lengths)) for length in lengths]
+
+    def plain(completion: str) -> float:
+        return 1000.0 * len(completion)
+
+    objects = {"parser": parser, "unused": object()}
+    rubric = {"funcs": [right, anything, shortest, plain], "class_objects": objects}
+    assert play(rubric=rubric, replies=("3!", "four")).get_total_rewards() == [2111.0, 4010.0]
+    with pytest.raises(
+        ConfigurationError, match=r"takes reader, which nothing gives; .*, info, parser, unused, or, for a"
+    ):
+        play(rubric={"funcs": [lambda reader: 1.0], "class_objects": objects})
+
+
 @pytest.mark.parametrize("returned", [[1.0], "12", 1.0, [1.0, float("nan")], [1.0, "x"]])
 def test_a_group_function_gives_one_number_for_each_member(returned: Any) -> None:
     def shares(completions):
