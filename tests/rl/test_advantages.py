@@ -246,6 +246,12 @@ class TestGDPO:
             AdvantageConfig(baseline="gdpo", parts={"correct": 0.0})
 
 
+def test_of_three_roles_each_is_compared_with_its_own() -> None:
+    members = group([1.0, 10.0, 5.0, 3.0, 20.0, 7.0, 99.0, 4.0], trained=[True] * 6 + [False, True])
+    members.roles_G = ["first", "second", "third", "first", "second", "third", "first", "alone"]
+    assert advantages(members, baseline="role_mean") == [-1.0, -5.0, -1.0, 1.0, 5.0, 1.0, 0.0, 0.0]
+
+
 class TestRoleBaselines:
     def test_golden(self) -> None:
         baselines = RoleBaselines(decay=0.75, means={"second mover": 8.0})
