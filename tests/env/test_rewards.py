@@ -50,6 +50,7 @@ class TestFunctions:
             ("nothing alike", "the cat sat"),
             ("", "the cat sat"),
             ("Sitting, cats!", "cat sits"),
+            ("was", "wa"),  # words of three letters stay as they are
         ],
     )
     def test_rouge_is_rouge_l_f1_with_stemming(self, solution: str, reference: str) -> None:
