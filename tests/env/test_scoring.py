@@ -70,6 +70,17 @@ def test_a_parameter_that_is_annotated_as_text_is_given_text() -> None:
     assert group.get_total_rewards() == [1111.0, 4400.0]
 
 
+Text = str
+
+
+def by_alias(completion: "Text") -> float:
+    return float(completion == "3")
+
+
+def test_an_annotation_may_be_another_name_of_text() -> None:
+    assert play(by_alias).get_total_rewards() == [1.0, 0.0]
+
+
 def test_a_function_of_the_group_too() -> None:
     def texts(completions: list[str], prompts: list[str], tasks) -> list[float]:
         return [len(text) + float(prompt == "What is 2 + 1?" and task == "sums") for text, prompt, task in
