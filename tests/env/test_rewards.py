@@ -1,6 +1,7 @@
 """What a reply is worth: golden numbers of each reward function, mixtures of them, and how a reply is read."""
 
 import asyncio
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,10 +21,10 @@ from tinker_cookbook.env.reward_functions import (
     length_penalty,
     rouge,
 )
-from tinker_cookbook.env.rewards import Weighted
+from tinker_cookbook.env.rewards import Weighted, read_value
 from tinker_cookbook.env.task import TaskItem, parse_confidence, parse_solution
 from tinker_cookbook.env.tasks import get_task
-from tinker_cookbook.exceptions import ConfigurationError, RewardError
+from tinker_cookbook.exceptions import ConfigurationError, DataValidationError, RewardError
 from tinker_cookbook.utils.misc_utils import resolved
 
 ARTICLE = "x" * 1000
@@ -37,6 +38,10 @@ class TestFunctions:
     def test_compression_is_best_at_a_tenth(self, length: int, expected: float) -> None:
         assert compression("s" * length, ARTICLE, "") == pytest.approx(expected)
 
+    def test_of_a_short_question_a_character_is_the_unit(self) -> None:
+        assert compression("s", "", "") == compression("s", "q", "") == pytest.approx(0.1)
+        assert compression("s", "qq", "") == pytest.approx(0.2)
+
     @pytest.mark.parametrize(
         ("solution", "reference"),
         [
@@ -45,6 +50,7 @@ class TestFunctions:
             ("nothing alike", "the cat sat"),
             ("", "the cat sat"),
             ("Sitting, cats!", "cat sits"),
+            ("was", "wa"),  # words of three letters stay as they are
         ],
     )
     def test_rouge_is_rouge_l_f1_with_stemming(self, solution: str, reference: str) -> None:
@@ -71,7 +77,10 @@ class TestFunctions:
             (f"{TEN_WORDS} {TEN_WORDS}", 1.0),
             ("Short. Also short.", 0.5),
             ("Too short", 0.0),
+            (" ".join([TEN_WORDS] * 5), 1.0),
             (" ".join([TEN_WORDS] * 6), 0.5),  # too many sentences
+            (" ".join(["word"] * 40), 0.5),
+            (" ".join(["word"] * 9), 0.0),
             (" ".join(["word"] * 41) + ". " + " ".join(["word"] * 41) + ".", 0.5),
             ("It is 3.5 degrees", 0.0),  # a point within a number ends no sentence
         ],
@@ -170,6 +179,33 @@ class TestOwn:
         told = str(raised.value)
         assert told.startswith("reward_fn broken failed: KeyError: 'grade' (test_rewards.py, line ")
         assert "it was given question: str '2 + 2?'" in told and "answer: str '4'" in told
+
+
+class TestReturned:
+    """What a function may give back."""
+
+    def test_a_number_or_a_number_and_metrics(self) -> None:
+        assert read_value("reward_fn f", "f", True) == (1.0, {"f": 1.0})
+        assert read_value("reward_fn f", "f", (0.5, {"a": 2, "b": False})) == (0.5, {"f": 0.5, "f/a": 2.0, "f/b": 0.0})
+        assert read_value("reward_fn f", "f", (0.5, {})) == (0.5, {"f": 0.5})
+
+    @pytest.mark.parametrize(
+        ("returned", "said"),
+        [
+            ((0.5, None), "reward_fn f: f is (0.5, None); it must be a finite number"),
+            ((0.5, 1.0), "reward_fn f: f is (0.5, 1.0); it must be a finite number"),
+            ((0.5, {}, {}), "reward_fn f: f is (0.5, {}, {}); it must be a finite number"),
+            ((math.inf, {}), "reward_fn f: f is inf; it must be a finite number"),
+            ((0.5, {"a": "1"}), "reward_fn f: f/a is '1'; it must be a finite number"),
+            ("1", "reward_fn f: f is '1'; it must be a finite number"),
+            (b"1", "reward_fn f: f is b'1'; it must be a finite number"),
+            ([1.0], "reward_fn f: f is [1.0]; it must be a finite number"),
+        ],
+    )
+    def test_anything_else_is_shown(self, returned: Any, said: str) -> None:
+        with pytest.raises(DataValidationError) as raised:
+            read_value("reward_fn f", "f", returned)
+        assert str(raised.value) == said
 
 
 class TestReading:

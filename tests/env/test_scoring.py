@@ -70,6 +70,17 @@ def test_a_parameter_that_is_annotated_as_text_is_given_text() -> None:
     assert group.get_total_rewards() == [1111.0, 4400.0]
 
 
+Text = str
+
+
+def by_alias(completion: "Text") -> float:
+    return float(completion == "3")
+
+
+def test_an_annotation_may_be_another_name_of_text() -> None:
+    assert play(by_alias).get_total_rewards() == [1.0, 0.0]
+
+
 def test_a_function_of_the_group_too() -> None:
     def texts(completions: list[str], prompts: list[str], tasks) -> list[float]:
         return [len(text) + float(prompt == "What is 2 + 1?" and task == "sums") for text, prompt, task in
@@ -243,6 +254,35 @@ def test_the_metrics_of_group_functions_are_those_of_each_member() -> None:
         metrics = {**trajectory.transitions[-1].metrics, **of_group}
         found.append([metrics[name] for name in names])
     assert found == [[1.0, 1.0, 0.0, 1.0, 1.0], [0.0, 4.0, 1.0, 0.0, 0.0], [1.0, 1.0, 2.0, 1.0, 0.0]]
+
+
+def test_a_rubric_s_own_objects_are_given_by_name() -> None:
+    class Parser:
+        def read(self, text: str) -> str:
+            return text.strip("!")
+
+    parser = Parser()
+
+    def right(completion: str, answer, parser):
+        return float(parser.read(completion) == answer)
+
+    def anything(**kwargs):
+        return 10.0 * (kwargs["parser"] is parser and sorted(kwargs)[:2] == ["answer", "completion"])
+
+    def shortest(completions: list[str], parser):
+        lengths = [len(parser.read(text)) for text in completions]
+        return [100.0 * (length == min(lengths)) for length in lengths]
+
+    def plain(completion: str) -> float:
+        return 1000.0 * len(completion)
+
+    objects = {"parser": parser, "unused": object()}
+    rubric = {"funcs": [right, anything, shortest, plain], "class_objects": objects}
+    assert play(rubric=rubric, replies=("3!", "four")).get_total_rewards() == [2111.0, 4010.0]
+    with pytest.raises(
+        ConfigurationError, match=r"takes reader, which nothing gives; .*, info, parser, unused, or, for a"
+    ):
+        play(rubric={"funcs": [lambda reader: 1.0], "class_objects": objects})
 
 
 @pytest.mark.parametrize("returned", [[1.0], "12", 1.0, [1.0, float("nan")], [1.0, "x"]])

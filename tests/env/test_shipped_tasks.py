@@ -166,6 +166,8 @@ class TestSummaryRewards:
         rare = np.log(1.5) + 1
         expected = 1 / (np.sqrt(1 + rare**2) * np.sqrt(1 + rare**2))
         assert tfidf("the cat", "The dog", "") == pytest.approx(expected)
+        expected = 2 / (np.sqrt(4 + rare**2) * np.sqrt(1 + rare**2))  # a word that comes twice counts twice
+        assert tfidf("the cat the", "The dog", "") == pytest.approx(expected)
         assert tfidf("the cat", "the CAT!", "") == pytest.approx(1.0)
         assert tfidf("cat", "dog", "") == tfidf("", "dog", "") == tfidf("...", "dog", "") == 0.0
 

@@ -89,6 +89,7 @@ EDGES: list[tuple[dict[str, list[float]], dict[str, str]]] = [
     ({"groups/failed": [1.0, 2.0], "groups/sampled": [10.0, 10.0]}, {"failures": "bad", "groups without signal": "look"}),
     ({"groups/failed": [1.0]}, {"failures": "look"}),
     ({"rollout_errors/EnvError": [1.0]}, {"failures": "look"}),
+    ({"rollout_errors/EnvError": [float("nan")]}, {}),
     ({"rollout_errors/total": [1.0], "rollout_errors/groups_skipped": [1.0]}, {}),
     ({"env/all/stop/completed": [0.9]}, {}),
     ({"env/all/stop/completed": [0.89]}, {"stop reasons": "look"}),
@@ -99,6 +100,8 @@ EDGES: list[tuple[dict[str, list[float]], dict[str, str]]] = [
     ({"optim/entropy": [9.0, *[0.0] * 5]}, {"entropy": "look"}),  # five with five
     ({"optim/entropy": [*[1.0] * 5, *[0.1] * 5]}, {}),
     ({"optim/entropy": [*[1.0] * 5, *[0.09] * 5]}, {"entropy": "look"}),
+    ({"optim/entropy": [*[4.0] * 5, *[0.3] * 5]}, {"entropy": "look"}),
+    ({"optim/entropy": [*[0.25] * 5, *[0.1] * 5]}, {}),
     ({"optim/entropy": [2.0, *[1.0] * 5, 0.0, 0.6]}, {}),
     ({"optim/entropy": [*[1.0] * 6, *[0.0] * 4, 0.6]}, {}),
     ({"optim/entropy": [*[1.0] * 5, *[0.0] * 4, 0.4]}, {"entropy": "look"}),

@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import chz
 import pytest
 import torch
 from hypothesis import given
@@ -13,12 +14,14 @@ from tests.rl.handmade import group, trajectory, turn
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError, ZeroAdvantageError
 from tinker_cookbook.rl.advantages import (
     AdvantageConfig,
+    AdvantageKeys,
     Baseline,
     RoleBaselines,
     Scale,
     check_advantages,
     compute_advantages,
     lacks_signal,
+    part_rewards,
     remove_constant_reward_groups,
     token_scales,
 )
@@ -148,6 +151,11 @@ def with_parts(**parts: list[float]) -> TrajectoryGroup:
     return made
 
 
+def advantages_of_a(config: AdvantageConfig) -> list[float]:
+    (found,) = compute_advantages([with_parts(a=[0.75, 0.25], b=[0.0, 1.0])], config)
+    return found.tolist()
+
+
 class TestGDPO:
     def test_each_reward_is_a_z_score_and_the_batch_has_deviation_one(self) -> None:
         """Golden: z-scores by hand. In the first group `correct` is 1, -1 and `length` -1, 1; in the second only the first
@@ -184,6 +192,46 @@ class TestGDPO:
         (found,) = compute_advantages([made], AdvantageConfig(baseline="gdpo", parts={"a": 1.0}))
         assert found.tolist() == [1.0, -1.0, 0.0]
 
+    def test_a_part_is_the_sum_over_the_turns_and_the_group_s_own(self) -> None:
+        turns = [turn([1], said([2])) for _ in range(4)]
+        for one, value in zip(turns, (1.0, 2.0, None, 0.5), strict=True):
+            one.metrics.update({} if value is None else {"a": value})
+        made = TrajectoryGroup(
+            [trajectory(*turns[:2]), trajectory(*turns[2:]), trajectory()], [0.0] * 3, [{"a": 4.0}, {}, {"a": -1.0}]
+        )
+        found = part_rewards(made, "a")
+        assert found.dtype == torch.float64 and found.tolist() == [7.0, 0.5, -1.0]
+
+    def test_without_any_that_trains_there_is_no_deviation(self) -> None:
+        config = AdvantageConfig(baseline="gdpo", parts={"a": 1.0})
+        assert compute_advantages([], config) == []
+        made = with_parts(a=[1.0, 0.0])
+        made.trained_G = [False, False]
+        assert [found.tolist() for found in compute_advantages([made], config)] == [[0.0, 0.0]]
+
+    def test_weights_are_shares_and_no_scale(self) -> None:
+        for weight in (0.125, 1.0, 8.0):
+            config = AdvantageConfig(baseline="gdpo", parts={"a": weight, "b": 0.0})
+            assert advantages_of_a(config) == [1.0, -1.0]
+
+    def test_the_rejected_tell_no_signal(self) -> None:
+        made = with_parts(a=[1.0, 1.0, 50.0], b=[2.0, 2.0, 2.0])
+        made.trained_G = [True, True, False]
+        assert lacks_signal(made, AdvantageConfig(baseline="gdpo", parts={"a": 1.0, "b": 1.0}))
+        assert not lacks_signal(made, AdvantageConfig(credit="turn"))
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf])
+    def test_a_part_that_is_no_number_is_named_with_its_group(self, value: float) -> None:
+        config = AdvantageConfig(baseline="gdpo", parts={"a": 1.0})
+        with pytest.raises(DataValidationError, match=rf"^group 1: advantage\.parts names 'a', which is \[{value}\]"):
+            compute_advantages([with_parts(a=[1.0, 0.0]), with_parts(a=[0.0, value])], config)
+        partly = with_parts(a=[1.0])
+        partly.metrics_G[0]["a"] = value
+        with pytest.raises(DataValidationError, match=rf"which is \[1\.0, {value}\] for a member; there are a$"):
+            part_rewards(partly, "a")
+        with pytest.raises(DataValidationError, match=r"^group 0: .* is missing for a member; there are none$"):
+            part_rewards(group([1.0]), "a")
+
     def test_mistakes_are_named(self) -> None:
         config = AdvantageConfig(baseline="gdpo", parts={"corect": 1.0})
         with pytest.raises(
@@ -196,6 +244,12 @@ class TestGDPO:
             AdvantageConfig(baseline="zscore", parts={"correct": 1.0})
         with pytest.raises(ConfigurationError, match="no weight other than 0"):
             AdvantageConfig(baseline="gdpo", parts={"correct": 0.0})
+
+
+def test_of_three_roles_each_is_compared_with_its_own() -> None:
+    members = group([1.0, 10.0, 5.0, 3.0, 20.0, 7.0, 99.0, 4.0], trained=[True] * 6 + [False, True])
+    members.roles_G = ["first", "second", "third", "first", "second", "third", "first", "alone"]
+    assert advantages(members, baseline="role_mean") == [-1.0, -5.0, -1.0, 1.0, 5.0, 1.0, 0.0, 0.0]
 
 
 class TestRoleBaselines:
@@ -233,6 +287,15 @@ class TestRoleBaselines:
         members.roles_G = roles
         with pytest.raises(ValueError, match="zip"):
             compute_advantages([members], AdvantageConfig(baseline="role"), RoleBaselines(decay=0.5))
+
+
+def test_what_is_set_goes_over_what_was() -> None:
+    base = AdvantageConfig(baseline="zscore", scale="token", role_decay=0.5)
+    assert AdvantageKeys(scale="sum", role_decay=0.0).over(base) == chz.replace(base, scale="sum", role_decay=0.0)
+    assert AdvantageKeys().over(base) == base
+    assert AdvantageConfig().over(base) == AdvantageConfig() != base
+    with pytest.raises(ConfigurationError, match="parts are for baseline=gdpo, not for baseline=zscore"):
+        AdvantageKeys(parts={"a": 1.0}).over(base)
 
 
 class TestTokenScales:
@@ -311,7 +374,17 @@ class TestCreditOfTurns:
         found = advantages(self.members(), credit="turn", baseline="leave_one_out")
         assert found == [pytest.approx([-1.5, -4.0]), pytest.approx([1.5, 0.0]), pytest.approx([0.0, 4.0])]
 
-    @pytest.mark.parametrize("baseline", ["role", "constant"])
+    @pytest.mark.parametrize("baseline", ["role", "role_mean", "constant", "gdpo"])
     def test_baselines_that_compare_no_turns_are_refused(self, baseline: Baseline) -> None:
         with pytest.raises(ConfigurationError, match=f"baseline={baseline}"):
             AdvantageConfig(credit="turn", baseline=baseline)
+        with pytest.raises(ConfigurationError, match=f"later_baseline={baseline} does not do"):
+            AdvantageConfig(credit="turn", later_baseline=baseline)
+
+    def test_later_turns_may_have_another_baseline(self) -> None:
+        found = advantages(self.members(), credit="turn", later_baseline="none")
+        assert found == [[-1.0, 5.0], [1.0, 0.0], [0.0, 9.0]]
+        found = advantages(self.members(), credit="turn", baseline="none", later_baseline="mean")
+        assert found == [[1.0, -2.0], [3.0, 0.0], [2.0, 2.0]]
+        with pytest.raises(ConfigurationError, match=r"later_baseline=mean is for turns .* add credit=turn"):
+            AdvantageConfig(later_baseline="mean")

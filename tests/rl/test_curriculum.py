@@ -60,14 +60,64 @@ class TestDraws:
             range(40)
         )  # all the same, each once in an epoch
 
+    def test_replacements_come_from_half_an_epoch_ahead(self) -> None:
+        one = pool()
+        ahead = [set(one.draw(batch, 5)) for batch in range(8)]
+        assert set(pool().draw(0, 5, num_others=10)[5:]) == ahead[5] | ahead[6]  # from 5 + 20 on
+
+    def test_each_share_is_rounded_by_itself_and_others_fill_the_rest(self) -> None:
+        made = pool(num_items=90, easy_share=0.25, hard_share=0.55)
+        for item in range(60):
+            made.record(item, [1.0] if item < 30 else [0.0])
+        drawn = made.draw(0, 10)
+        assert Counter(item // 30 for item in drawn) == {0: 2, 1: 6, 2: 2}  # 2.5, 5.5 and what is left
+        assert len(set(drawn)) == 10
+
+    def test_too_few_others_all_come_and_then_what_was_put_aside(self) -> None:
+        made = pool(num_items=10, easy_share=0.0, hard_share=0.25)
+        for item in range(6):
+            made.record(item, [1.0] if item < 5 else [0.0])
+        assert {6, 7, 8, 9} < set(made.draw(0, 6)) and len(set(made.draw(0, 6))) == 6
+        assert sorted(made.draw(1, 10)) == list(range(10))
+        assert Counter(made.draw(2, 25)).most_common(1)[0][1] <= 4  # no item before others had their turn
+        assert set(made.draw(2, 25)) == set(range(10))
+
+    def test_no_item_comes_twice_in_a_batch_that_spans_two_epochs(self) -> None:
+        made = pool(num_items=6)
+        assert all(len(set(made.draw(batch, 4))) == 4 for batch in range(12))
+
+    def test_fewer_items_than_groups_are_repeated_evenly(self) -> None:
+        assert Counter(pool(num_items=6).draw(0, 18)) == dict.fromkeys(range(6), 3)
+
+    def test_easy_items_have_no_place_of_their_own(self) -> None:
+        made = pool(num_items=50)
+        made.record(7, [1.0])
+        assert len({made.draw(batch, 10).index(7) for batch in range(8)}) > 3
+
+    def test_what_is_put_aside_comes_in_turn_where_nothing_else_is_left(self) -> None:
+        made = pool(num_items=6, easy_share=0.0)
+        for item in range(6):
+            made.record(item, [1.0])
+        assert sorted(made.draw(0, 3) + made.draw(1, 3)) == list(range(6))
+
+    def test_nearly_all_and_nearly_none_are_mixed(self) -> None:
+        made = pool()
+        made.record(1, [1.0, 0.99])
+        made.record(2, [0.01, 0.0])
+        assert made.metrics() == {"curriculum/easy": 0, "curriculum/hard": 0, "curriculum/other": 40}
+        made.record(1, [1.0, 1.5])
+        made.record(2, [0.0, -0.5])
+        assert made.metrics() == {"curriculum/easy": 1, "curriculum/hard": 1, "curriculum/other": 38}
+
     def test_a_restored_pool_draws_what_the_other_one_does(self) -> None:
         one = pool()
         for batch in range(4):  # two batches ahead
             one.draw(batch, 5)
         one.record(7, [1.0])
         one.record(8, [0.0])
-        two = pool()
-        two.restore(json.loads(json.dumps(one.state(first_batch=2))))
+        two, state = pool(), one.state(first_batch=2)
+        assert list(state["drawn"]) == ["2", "3"]  # no more than is asked for again
+        two.restore(json.loads(json.dumps(state)))
         assert [two.draw(batch, 5) for batch in range(2, 9)] == [one.draw(batch, 5) for batch in range(2, 9)]
         assert two.metrics() == one.metrics()
 
@@ -78,6 +128,11 @@ class TestDraws:
         ):
             with pytest.raises(ConfigurationError, match=message):
                 CurriculumConfig(**config)
+        assert CurriculumConfig(easy_share=1.0, hard_share=0.0).easy_share == 1.0  # a whole batch
+        for share in (-0.1, 1.1):
+            for name in ("easy_share", "hard_share"):
+                with pytest.raises(ValueError, match=name):
+                    CurriculumConfig(**{"easy_share": 0.0, "hard_share": 0.0, name: share})
 
 
 def pool_draws(made: DifficultyPool, batches: int) -> list[list[int]]:

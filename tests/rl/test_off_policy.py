@@ -11,7 +11,7 @@ import tinker
 
 from tests.fakes import Pending, fake_logprob
 from tests.rl.handmade import DATA, array
-from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.rl.minibatch import Update
 from tinker_cookbook.rl.off_policy import OffPolicyCorrection, correct_off_policy
 
@@ -61,6 +61,9 @@ class TestOffPolicyCorrection:
             (-0.8, {"cap": 5.0, "mode": "mask", "low": 0.5}, [0.0] * 2, 1.0),
             (-9.0, {"cap": 5.0, "mode": "mask", "low": 0.0}, [math.exp(-9.0)] * 2, 0.0),
             (-0.3, {"cap": 2.0, "mode": "mask", "level": "sequence", "low": 0.5}, [math.exp(-0.6), 0.0], 0.5),
+            # the bounds themselves are inside
+            (0.0, {"cap": 1.0}, [1.0] * 2, 0.0),
+            (0.0, {"cap": 1.0, "mode": "mask", "low": 1.0}, [1.0] * 2, 0.0),
         ],
     )
     def test_weights(self, shift: float, config: dict[str, Any], weights: list[float], cut: float) -> None:
@@ -90,6 +93,25 @@ class TestOffPolicyCorrection:
             "off_policy/ratio_max": pytest.approx(ratios[1], rel=1e-5),
             "off_policy/frac_cut": 0.5,
         }
+
+    @pytest.mark.parametrize(("shift", "bound"), [(1000.0, 80.0), (-1000.0, -80.0), (79.0, 79.0), (-79.0, -79.0)])
+    def test_a_ratio_is_reported_up_to_e_to_the_80th(self, shift: float, bound: float) -> None:
+        _, metrics = self.correct(shift)
+        assert np.log([metrics["off_policy/ratio_min"], metrics["off_policy/ratio_max"]]) == pytest.approx(
+            bound, abs=1e-4
+        )
+
+    def test_each_token_needs_the_trainer_s_logprob(self) -> None:
+        scored = [array(datum, "logprobs") for datum in DATA]
+        with pytest.raises(DataValidationError, match=r"datum 1: \(4,\) sampled logprobs, the trainer gave \(3,\)"):
+            correct_off_policy(DATA, [scored[0], scored[1][1:]], OffPolicyCorrection())
+
+    def test_without_a_lower_bound_it_is_the_inverse_of_the_cap(self) -> None:
+        assert OffPolicyCorrection().log_bounds == pytest.approx((-math.log(2), math.log(2)))
+        assert OffPolicyCorrection(mode="mask", cap=5.0).log_bounds == pytest.approx((-math.log(5), math.log(5)))
+        assert OffPolicyCorrection(mode="mask", cap=5.0, low=0.25).log_bounds == pytest.approx(
+            (-math.log(4), math.log(5))
+        )
 
     def test_a_lower_bound_is_a_ratio_that_masks(self) -> None:
         refused: list[dict[str, Any]] = [{"low": 0.5}, {"low": 1.5, "mode": "mask"}, {"low": -0.1, "mode": "mask"}]

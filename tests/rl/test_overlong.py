@@ -20,6 +20,7 @@ from tinker_cookbook.rl.overlong import (
     is_truncated,
     penalize_overlong,
     soft_overlong_penalty,
+    without_truncated,
 )
 from tinker_cookbook.rl.types import StopReason, Trajectory, TrajectoryGroup
 
@@ -48,8 +49,29 @@ def test_what_counts_as_truncated() -> None:
         (StopReason.MAX_TOKENS, True),
         (StopReason.COMPLETED, False),
         (StopReason.MAX_TURNS, False),
+        (StopReason.CONTEXT_OVERFLOW, True),
+        (StopReason.MAX_SAMPLED_TOKENS, True),
     ):
         assert is_truncated(Trajectory(whole.transitions, whole.final_ob, reason)) is expected
+        assert is_truncated(Trajectory([], whole.final_ob, reason)) is expected
+    earlier = trajectory(*cut.transitions, *whole.transitions)
+    assert not is_truncated(earlier) and is_truncated(trajectory(*whole.transitions, *cut.transitions))
+
+
+def test_a_member_that_is_cut_off_or_was_rejected_does_not_train() -> None:
+    made = group([1.0, 0.0, 0.5, 0.25], trained=[True, True, False, False])
+    for i in (0, 2):
+        last = made.trajectories_G[i].transitions[-1]
+        last.ac = replace(last.ac, stop_reason="length")
+    assert without_truncated(made).is_trained() == [False, True, False, False]
+    assert made.is_trained() == [True, True, False, False]
+    assert without_truncated(made).get_total_rewards() == made.get_total_rewards()
+
+
+def test_a_member_without_a_reply_loses_nothing() -> None:
+    made = TrajectoryGroup([trajectory(), trajectory(turn([1], said([2] * 4)))], [0.5, 0.5], [{}, {}])
+    found = penalize_overlong(made, OverlongConfig(penalty_tokens=2), max_tokens=4)
+    assert found.final_rewards_G == [0.5, -0.5]  # a penalty of 1
 
 
 class TestMask:

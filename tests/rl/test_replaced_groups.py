@@ -6,13 +6,15 @@ from typing import Any
 import pytest
 
 from tests.fakes import FakeServiceClient, seeded_reply
-from tests.rl.loop import NumberDataset, NumberDatasetBuilder, make_config, rows, run, untimed
+from tests.rl.loop import NumberDataset, NumberDatasetBuilder, NumberEnv, make_config, rows, run, untimed
 from tests.rl.test_resume import Killed, new_service
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.config import check_config
 from tinker_cookbook.rl.item_dataset import ItemDataset, TrainingBatches
-from tinker_cookbook.rl.types import EnvGroupBuilder
+from tinker_cookbook.rl.rollout_strategy import RetryOnFailure
+from tinker_cookbook.rl.sampler import Sampler
+from tinker_cookbook.rl.types import Action, ActionExtra, EnvGroupBuilder, StepResult
 
 PACINGS: dict[str, dict[str, Any]] = {
     "sync": {},
@@ -115,6 +117,45 @@ class TestASignal:
         lost = sum(row["groups/replaced"] + row["groups/filtered"] for row in rows(tmp_path))
         assert last["tokens/discarded/sampled"] == lost * 4  # members with a token each
         assert last["tokens/cumulative/sampled"] == sum(row["groups/sampled"] for row in rows(tmp_path)) * 4
+
+
+@pytest.fixture
+def places(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Batch and place of each group that is sampled."""
+    sample, seen = Sampler.sample_group, list[tuple[int, int]]()
+
+    async def noted(self: Sampler, batch: int, place: int, builder: EnvGroupBuilder) -> Any:
+        seen.append((batch, place))
+        return await sample(self, batch, place, builder)
+
+    monkeypatch.setattr(Sampler, "sample_group", noted)
+    return seen
+
+
+@pytest.mark.parametrize("pacing", ["sync", "async 2"])
+def test_a_replacement_has_a_place_behind_its_batch(
+    service: FakeServiceClient, tmp_path: Path, places: list[tuple[int, int]], pacing: str
+) -> None:
+    """Place 0 of three is constant, and so are those that replace it. Seeds come from the place, so none is there twice."""
+    data = NumberDatasetBuilder(batches=2, constant_groups=1)
+    run(make_config(tmp_path, data, replace_constant_groups=2, **PACINGS[pacing]))
+    assert sorted(places) == [(batch, place) for batch in (0, 1) for place in (0, 1, 2, 3, 6)]
+
+
+def test_a_group_that_failed_is_replaced_once_it_has(
+    service: FakeServiceClient, tmp_path: Path, places: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Raising(NumberEnv):
+        async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
+            if self.prompt.to_ints() == [1, 2, 1]:
+                raise OSError("the sandbox is gone")
+            return await super().step(action, extra=extra)
+
+    monkeypatch.setattr("tests.rl.loop.NumberEnv", Raising)
+    run(make_config(tmp_path, rollout_error_tolerance=RetryOnFailure(max_retries=0), replace_constant_groups=2))
+    assert sorted(places) == sorted([*((batch, place) for batch in range(4) for place in range(3)), (1, 4)])
+    row = rows(tmp_path)[1]
+    assert accounted(row) and row["groups/sampled"] == 4 and row["groups/trained"] == 3
 
 
 class Numbered(EnvGroupBuilder):

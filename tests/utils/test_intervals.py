@@ -2,11 +2,21 @@
 
 import math
 import random
+from typing import Any
 
 import numpy as np
 import pytest
 
-from tinker_cookbook.utils.intervals import Z_95, bootstrap_mean, clustered_mean, nested_mean, student_mean, wilson
+from tinker_cookbook.utils.intervals import (
+    Z_95,
+    _drawn_means,  # pyright: ignore[reportPrivateUsage]
+    bootstrap_mean,
+    clustered_mean,
+    nested_mean,
+    student_95,
+    student_mean,
+    wilson,
+)
 
 
 def test_wilson_golden_numbers() -> None:
@@ -15,6 +25,13 @@ def test_wilson_golden_numbers() -> None:
     assert (found.mean, found.low, found.high) == pytest.approx((0.8, 0.49016, 0.94331), abs=1e-4)
     found = wilson(0, 20)
     assert (found.mean, found.low, found.high) == pytest.approx((0.0, 0.0, 0.16113), abs=1e-4)
+
+
+def test_a_single_trial_and_a_part_of_one_say_little() -> None:
+    """Without a failure the interval begins at n / (n + z^2)."""
+    for trials, low in ((1.0, 0.20654), (0.5, 0.11517)):
+        found = wilson(trials, trials)
+        assert (found.mean, found.low, found.high) == pytest.approx((1.0, low, 1.0), abs=1e-5)
 
 
 def test_of_no_trials_nothing_is_known() -> None:
@@ -28,6 +45,31 @@ def test_an_interval_of_seeds_stays_in_the_range_of_its_values() -> None:
     free, rate = student_mean(values), student_mean(values, 0.0, 1.0)
     assert (free.mean, free.low, free.high) == pytest.approx((0.91, 0.73788, 1.08212), abs=1e-4)
     assert (rate.mean, rate.low, rate.high) == pytest.approx((0.91, 0.73788, 1.0), abs=1e-4)
+
+
+@pytest.mark.parametrize("n", [*range(2, 20), 31, 101])
+def test_student_s_points_hold_95_percent(n: int) -> None:
+    """The density of n - 1 degrees of freedom, by Simpson's rule from 0 to the point, twice."""
+    dof, end, parts = n - 1, student_95(n), 20_000
+    scale = math.gamma((dof + 1) / 2) / (math.sqrt(dof * math.pi) * math.gamma(dof / 2))
+    density = scale * (1 + np.linspace(0, end, parts + 1) ** 2 / dof) ** (-(dof + 1) / 2)
+    inside = 2 * end / (3 * parts) * (density[0] + 4 * density[1::2].sum() + 2 * density[2:-1:2].sum() + density[-1])
+    assert inside == pytest.approx(0.95, abs=1e-4)
+
+
+def test_beyond_the_table_it_is_the_expansion_s_value() -> None:
+    assert [student_95(n) for n in (17, 31)] == pytest.approx([2.119256, 2.042176], abs=1e-6)
+
+
+def test_two_and_many_seeds_have_student_s_interval_and_one_has_none() -> None:
+    found = student_mean([1.0, 3.0])  # 12.706 standard errors of 1
+    assert (found.mean, found.low, found.high) == pytest.approx((2.0, -10.706, 14.706), abs=1e-3)
+    found = student_mean([0.0, 1.0] * 8)  # 2.131 standard errors of 1 / sqrt(60)
+    assert (found.mean, found.low, found.high) == pytest.approx((0.5, 0.5 - 0.27511, 0.5 + 0.27511), abs=1e-5)
+    found = student_mean([0.0, 1.0] * 13)  # 2.0595 of 1 / sqrt(100)
+    assert (found.mean, found.low, found.high) == pytest.approx((0.5, 0.29405, 0.70595), abs=1e-4)
+    alone = student_mean([0.25])
+    assert alone.mean == 0.25 and math.isnan(alone.low) and math.isnan(alone.high)
 
 
 def test_bootstrap_of_one_run_is_about_the_normal_interval() -> None:
@@ -51,9 +93,20 @@ def test_runs_that_differ_widen_the_interval() -> None:
     assert found.low < 0.35 and found.high > 0.65
 
 
-def test_runs_of_different_items_are_an_error() -> None:
-    with pytest.raises(ValueError):
-        bootstrap_mean([])
+def test_values_of_another_shape_are_an_error() -> None:
+    wrong: list[Any] = [[], [[]], [0.5, 0.5], [[[0.5]]]]
+    for values in wrong:
+        with pytest.raises(ValueError, match="values_R_I: one value per run and item, got an array of shape"):
+            bootstrap_mean(values)
+
+
+def test_a_bootstrap_ends_at_two_and_a_half_percent() -> None:
+    """Of many items it is the normal's: 1.96 standard errors to each side."""
+    values = np.random.default_rng(1).normal(3.0, 2.0, size=400)
+    error = float(values.std()) / 20
+    for found in (bootstrap_mean([values.tolist()], draws=10_000), nested_mean([[values.tolist()]], draws=10_000)):
+        ends = [(found.low - found.mean) / error, (found.high - found.mean) / error]
+        assert found.mean == pytest.approx(values.mean()) and ends == pytest.approx([-1.96, 1.96], abs=0.09)
 
 
 class TestNested:
@@ -64,6 +117,27 @@ class TestNested:
         found, expected = nested_mean([[[mean] * 30] * 2 for mean in means]), student_mean(means)
         assert found.mean == pytest.approx(expected.mean)
         assert (found.low, found.high) == pytest.approx((expected.low, expected.high), abs=0.01)
+
+    @pytest.mark.parametrize(
+        ("values_B_R_I", "clusters_I", "expected"),
+        [
+            ([[[1.0, 3.0]]], [0, 1], {1.0: 0.25, 2.0: 0.5, 3.0: 0.25}),  # items
+            ([[[1.0, 3.0]]], [0, 0], {2.0: 1.0}),
+            ([[[1.0], [3.0]]], [0], {1.0: 0.25, 2.0: 0.5, 3.0: 0.25}),  # runs
+            ([[[1.0]], [[3.0]]], [0], {1.0: 0.25, 2.0: 0.5, 3.0: 0.25}),  # base models
+            ([[[1.0, math.nan]]], [0, 1], {1.0: 0.75, math.nan: 0.25}),  # of one draw in four nothing is known
+            ([[[1.0]], [[math.nan]]], [0], {1.0: 0.75, math.nan: 0.25}),
+        ],
+    )
+    def test_each_level_is_drawn_with_its_chances(
+        self, values_B_R_I: list[list[list[float]]], clusters_I: list[int], expected: dict[float, float]
+    ) -> None:
+        bases = [np.array(values_R_I) for values_R_I in values_B_R_I]
+        drawn = _drawn_means(bases, np.array(clusters_I), 4000, np.random.default_rng(0))
+        found, counts = np.unique(drawn, return_counts=True)
+        assert dict(zip(map(str, found), counts / 4000, strict=True)) == {
+            str(value): pytest.approx(share, abs=0.03) for value, share in expected.items()
+        }
 
     def test_items_alone_give_the_bootstrap_s(self) -> None:
         """Base models that agree add nothing; t of 2 degrees of freedom and three halves of the variance stay."""
@@ -122,6 +196,13 @@ class TestNested:
 
 class TestClustered:
     """Means of values that come in groups."""
+
+    def test_one_group_tells_nothing_of_the_others(self) -> None:
+        found = clustered_mean([[1.0, 0.0, 0.5]])
+        half = Z_95 / 6  # of the range divided by the number of values, half
+        assert (found.mean, found.low, found.high) == pytest.approx((0.5, 0.5 - half, 0.5 + half))
+        found, alone = clustered_mean([[1.0, 0.0]]), wilson(1, 2)
+        assert (found.mean, found.low, found.high) == pytest.approx((0.5, alone.low, alone.high))
 
     def test_groups_of_one_are_independent_trials(self) -> None:
         values = [[1.0]] * 8 + [[0.0]] * 2

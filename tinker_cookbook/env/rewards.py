@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.plugin_errors import plugin_errors
 from tinker_cookbook.plugins import Registry
-from tinker_cookbook.utils.narrowing import is_tuple
+from tinker_cookbook.utils.narrowing import is_mapping, is_tuple
 from tinker_cookbook.utils.reward_threads import call_reward
 
 T = TypeVar("T")
@@ -112,7 +112,7 @@ def weighted_mean(values: Iterable[tuple[float, float]]) -> float:
 
 def read_value(what: str, name: str, returned: Any) -> Value:
     """A function's result: a number, or a number and metrics. Raises DataValidationError for anything else."""
-    is_pair = is_tuple(returned) and len(returned) == 2
+    is_pair = is_tuple(returned) and len(returned) == 2 and is_mapping(returned[1])
     metrics: dict[str, Any] = dict(returned[1]) if is_pair else {}
     named: dict[str, Any] = {name: returned[0] if is_pair else returned}
     named |= {f"{name}/{key}": number for key, number in metrics.items()}
