@@ -264,7 +264,7 @@ class TestInterrupt:
         told = failure(capsys, target=target, code=1).splitlines()[1:]
         then = "resume continues from there" if checkpoint else "resume"
         assert len(told) == 1 and told[0].endswith(f"behavior_if_log_dir_exists={then}")
-        assert ("the last checkpoint is 000002. With" in told[0]) == checkpoint
+        assert ("the last checkpoint is 000002. After" in told[0]) == checkpoint
 
     def test_a_run_that_trained_nothing_to_its_end_has_nothing_to_resume(
         self, capsys: pytest.CaptureFixture[str], tmp_path: Path

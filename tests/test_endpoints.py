@@ -325,7 +325,12 @@ def test_a_grader_is_a_reward(serve: Callable[..., Endpoint]) -> None:
     assert "Reference:\n12" in endpoint.asked[0]["messages"][1]["content"]
     reward, metrics = asyncio.run(grade("thirteen"))
     assert reward == 0 and metrics["LMGrader/unreadable"] == 1 and metrics["LMGrader/calls"] == 2
-    assert [parse_grade(text) for text in ("<GRADE>0</GRADE> <GRADE> 10 </GRADE>", "<GRADE>-1</GRADE>")] == [10, None]
+    texts = (
+        "<GRADE>0</GRADE> <GRADE> 10 </GRADE>",
+        "<GRADE>-1</GRADE>",
+        "<GRADE>\u0663</GRADE>",
+    )  # the last is an Arabic 3
+    assert [parse_grade(text) for text in texts] == [10, None, None]
 
 
 def test_a_teacher_by_text(serve: Callable[..., Endpoint]) -> None:

@@ -114,8 +114,8 @@ class DifficultyPool:
             free = sorted(pool - taken)
             items += rng.sample(free, min(len(free), round(share * size)))
         taken |= set(items)
-        # First without easy and hard items; if there are too few others, with them; finally, with what was already taken.
-        for passed_over in (self._easy | self._hard | taken, taken, set[int]()):
+        # First without easy and hard items; if there are too few others, with them.
+        for passed_over in (self._easy | self._hard | taken, taken):
             for _ in range(self._num_items if len(passed_over) < self._num_items else 0):
                 if len(items) == size:
                     break
