@@ -27,7 +27,7 @@ class DPOOptions(EpochOptions):
 
     dpo_beta: float = chz.field(
         default=0.1,
-        doc="how much a log-ratio counts; small: far from the reference",
+        doc="weight of the log-ratios; a small value allows a policy far from the reference",
         validator=chz.validators.gt(0),  # pyright: ignore[reportUnknownMemberType]
     )
     loss_type: LossType = chz.field(
@@ -79,7 +79,7 @@ def compute_dpo_loss(
 
     Args:
         chosen_logprobs: (B,) or B scalars, the sums over reply tokens; the loss is differentiable in these and in
-            rejected_logprobs. The two of the reference are constants.
+                rejected_logprobs. The reference's logprobs are constants.
         chosen_lengths: (B,) numbers of reply tokens; only used by the two length-normalised losses.
 
     Returns:

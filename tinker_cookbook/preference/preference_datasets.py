@@ -85,7 +85,7 @@ class ComparisonDatasetBuilder(HoldOut):
         rows = [ComparisonRow(f"{type(self).__name__}[{split}][{i}]", labeled) for i, labeled in converted if labeled]
         if len(rows) < len(converted):
             logger.info(
-                "%s: %d of %d rows were left out", type(self).__name__, len(converted) - len(rows), len(converted)
+                "%s: %d of %d rows were skipped", type(self).__name__, len(converted) - len(rows), len(converted)
             )
         return rows
 
@@ -153,7 +153,7 @@ def _parse(row: Row) -> ComparisonRow:
 
 @chz.chz(typecheck=True)
 class PromptColumn(FieldGroup):
-    """Where the prompt is."""
+    """The column of the prompt."""
 
     prompt_column: str | None = chz.field(default="prompt", doc="None: the common beginning of chosen and rejected")
 
@@ -197,7 +197,7 @@ class Columns(NamedTuple):
         """The comparison with the chosen reply as A."""
         chosen, rejected = (turn_of_row(row, name, "assistant") for name in (self.chosen, self.rejected))
         if self.prompt is None:
-            prompt = _common_beginning(chosen, rejected)
+            prompt = _common_prefix(chosen, rejected)
             if not prompt:
                 raise ValueError(
                     f"{self.chosen!r} and {self.rejected!r} have no beginning in common; name prompt_column"
@@ -220,7 +220,7 @@ class Columns(NamedTuple):
         return Comparison(prompt, *replies)
 
 
-def _common_beginning(left: Sequence[Message], right: Sequence[Message]) -> list[Message]:
+def _common_prefix(left: Sequence[Message], right: Sequence[Message]) -> list[Message]:
     """The common prefix of both, which ends before the last assistant turn at the latest."""
     pairs = takewhile(lambda pair: pair[0] == pair[1], zip(left[:-1], right[:-1], strict=False))
     return [message for message, _ in pairs]
@@ -228,7 +228,7 @@ def _common_beginning(left: Sequence[Message], right: Sequence[Message]) -> list
 
 @chz.chz(typecheck=True)
 class FromComparisons(FieldGroup):
-    """Comparisons to make something else of."""
+    """A source of comparisons."""
 
     comparison_builder: ComparisonDatasetBuilder = chz.field(doc="source of the comparisons")
 
@@ -242,7 +242,7 @@ class ChatDatasetBuilderFromComparisons(FromComparisons, ChatDatasetBuilder):
 
     swap: bool = chz.field(
         default=False,
-        doc="train on each comparison also with A and B exchanged, against a preference for a position: twice the data",
+        doc="also train on each comparison with A and B exchanged, against position bias: twice the data",
     )
 
     @chz.validate

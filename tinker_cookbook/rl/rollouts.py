@@ -37,7 +37,7 @@ from tinker_cookbook.rl.types import (
     TrajectoryGroup,
 )
 from tinker_cookbook.utils import logtree, trace
-from tinker_cookbook.utils.misc_utils import gather_in_turn
+from tinker_cookbook.utils.misc_utils import gather_limited
 from tinker_cookbook.utils.reward_threads import in_reward_threads
 
 logger = logging.getLogger(__name__)
@@ -252,7 +252,7 @@ async def do_batch_rollout(
         )
         for index, builder in enumerate(builders)
     )
-    return await gather_in_turn(groups, len(builders), at_once)
+    return await gather_limited(groups, len(builders), at_once)
 
 
 def finished_groups(outcomes: Iterable[TrajectoryGroup | FailedGroup]) -> list[TrajectoryGroup]:

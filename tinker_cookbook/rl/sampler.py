@@ -18,7 +18,7 @@ from tinker_cookbook.rl.rollout_strategy import describe_group
 from tinker_cookbook.rl.rollouts import FailedGroup, try_group_rollout
 from tinker_cookbook.rl.types import EnvGroupBuilder, TrajectoryGroup
 from tinker_cookbook.runs.session import Session
-from tinker_cookbook.utils.misc_utils import in_turn
+from tinker_cookbook.utils.misc_utils import run_limited
 from tinker_cookbook.utils.seeds import derive_seed
 
 
@@ -152,4 +152,4 @@ class Sampler:
         """Roll out all groups of a batch, `max_groups_in_flight` at a time; the groups to come, in order."""
         size = len(builders)
         groups = (self.sample_signal(batch, i, builder, size) for i, builder in enumerate(builders))
-        return in_turn(tasks, groups, len(builders), self.config.max_groups_in_flight)
+        return run_limited(tasks, groups, len(builders), self.config.max_groups_in_flight)

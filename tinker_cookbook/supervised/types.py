@@ -80,7 +80,7 @@ class RowDataset(SupervisedDataset):
     def convert(self, place: str, to_datums: Callable[[Row], list[tinker.Datum]], row: Row) -> list[tinker.Datum]:
         """The datums of the row at `place`; empty if it cannot be used and such rows are skipped."""
         datums: list[tinker.Datum] = []
-        with self._bad.left_out(place):
+        with self._bad.handle_errors(place):
             datums = to_datums(row)
         return datums
 

@@ -1,4 +1,4 @@
-"""Re-exports what has other homes, for scripts that import this path."""
+"""Re-exports names of other modules, for scripts that import this path."""
 
 from tinker_cookbook.runs.loggers import Logger, dump_config
 from tinker_cookbook.runs.ml_log import (
