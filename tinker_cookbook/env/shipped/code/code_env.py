@@ -33,7 +33,7 @@ from tinker_cookbook.utils.fields import FieldGroup, docs, fill
 
 SYSTEM = "Solve the problem in Python. Put the whole program between ```python and ```."
 NO_CODE = "There is no code block in this reply. Put the whole program between ```python and ```."
-LONGEST_SHOWN = 500
+MAX_SHOWN = 500
 """Characters of an input or output that feedback shows."""
 
 
@@ -82,7 +82,7 @@ def _call(problem: CodeProblem, test: CodeTest) -> str:
 
 def _cut(text: str) -> str:
     text = text.strip("\n")
-    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def feedback(problem: CodeProblem, result: Grade, shown: int) -> str:
