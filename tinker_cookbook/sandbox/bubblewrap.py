@@ -27,7 +27,7 @@ from tinker_cookbook.sandbox.control_groups import Hierarchy, find_hierarchy
 from tinker_cookbook.sandbox.host import HostSandbox, ScriptMaker
 from tinker_cookbook.sandbox.sandbox_interface import SandboxLimits
 from tinker_cookbook.sandbox.seccomp import open_filter, seccomp_filter
-from tinker_cookbook.sandbox.supervision import Supervised
+from tinker_cookbook.sandbox.supervision import Supervised, usage_of_descendants
 
 INSTALL = "apt-get install bubblewrap"
 OLDEST = (0, 7)
