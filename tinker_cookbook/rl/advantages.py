@@ -44,22 +44,22 @@ class AdvantageKeys:
     )
     parts: dict[str, float] | None = chz.field(
         default=None,
-        doc="baseline=gdpo: metrics of the members that are rewards of their own, and their weights (advantage.parts.correct=1)",
+        doc="baseline=gdpo: metrics of the members to treat as separate rewards, with weights (advantage.parts.correct=1)",
     )
     later_baseline: Baseline | None = chz.field(
         default=None, doc="credit=turn: baseline of the turns after the first; None: the same one"
     )
     scale: Scale | None = chz.field(
         default=None,
-        doc="what the loss sums up to: sum of tokens; sequence: mean over each trajectory's tokens; token: mean over all "
+        doc="normalisation of the loss: sum of tokens; sequence: mean over each trajectory's tokens; token: mean over all "
         "tokens of the batch; turn: mean over each turn's tokens",
     )
     credit: Credit | None = chz.field(
         default=None,
-        doc="what a token is credited with: episode: the total reward of its trajectory; turn: the reward of its turn "
-        "alone, against the same turn of the others",
+        doc="the reward that a token gets: episode: the total reward of its trajectory; turn: the reward of its turn "
+        "only, against the same turn of the others",
     )
-    role_decay: float | None = chz.field(default=None, doc="baseline=role: share of the old running mean that stays")
+    role_decay: float | None = chz.field(default=None, doc="baseline=role: decay of the running mean")
 
     def over(self, base: AdvantageConfig) -> AdvantageConfig:
         """`base`, overridden by the fields that are set here. Raises ConfigurationError for fields that do not go
@@ -104,7 +104,7 @@ class AdvantageConfig(AdvantageKeys):
             )
         if self.credit != "turn" and self.later_baseline is not None:
             raise ConfigurationError(
-                f"later_baseline={self.later_baseline} is for turns with a credit of their own; add credit=turn"
+                f"later_baseline={self.later_baseline} needs a separate credit for each turn; add credit=turn"
             )
 
 

@@ -1,6 +1,6 @@
 """Groups sampled ahead of the training step: when they start, which ones a step takes, and what a checkpoint stores.
 
-A group has a position in a batch of the dataset, and its seeds depend on batch and position alone. Batch b may start
+A group has a position in a batch of the dataset, and its seeds depend only on batch and position. Batch b may start
 when step b - K is next, where K is `max_steps_off_policy`. So at most K + 1 batches of groups are in flight or waiting
 for training.
 
@@ -278,10 +278,10 @@ class PendingGroups:
                 about[_FILE] = write_kept(self._session.run.log_path, name, kept)
             self._describe(about)
         except Exception:
-            logger.exception("what was sampled ahead is not kept, and is sampled again")
+            logger.exception("groups sampled ahead are not saved, and are sampled again")
 
     def _to_keep(self) -> tuple[dict[str, Any], dict[GroupKey, Kept]]:
-        """What a checkpoint records of the open groups, and the groups to write to its file."""
+        """A checkpoint's record of the open groups, and the groups to write to its file."""
         self._forget_trained()
         self._describe({})
         about: dict[str, Any] = {}
@@ -303,7 +303,7 @@ class PendingGroups:
         return about, kept
 
     def _describe(self, about: dict[str, Any]) -> None:
-        """What the next checkpoint records; by default that there are no open groups."""
+        """The record in the next checkpoint; by default no open groups."""
         state = self._session.checkpoints.loop_state
         state.pop(AHEAD_KEY, None)
         if about:

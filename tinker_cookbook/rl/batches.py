@@ -3,7 +3,7 @@
 Each is a generator that yields the batch of a step when the step before is done. Rollouts are tasks of a task group.
 If the data run out before the steps do, the generator ends.
 
-By default step i trains on batch i, group by group, in whatever order they finish, and sampling 0 batches ahead equals
+By default step i trains on batch i, group by group, in the order in which they finish, and sampling 0 batches ahead equals
 the synchronous loop. With `deterministic=False`, groups are trained in the order in which they finish. Either way
 every group is trained, filtered, replaced, failed or dropped for its age exactly once.
 """
@@ -66,7 +66,7 @@ async def async_batches(sampler: Sampler, pending: PendingGroups, tasks: asyncio
                 groups, stale = await pending.take(step)
             if not groups:
                 logger.warning(
-                    "the data ran out after %d of %d steps: a step trains on as many groups as a batch has, besides those "
+                    "the data ran out after %d of %d steps: a step trains on as many groups as a batch has, not counting those "
                     "that failed or were removed (groups/failed, groups/filtered)",
                     step,
                     sampler.end,

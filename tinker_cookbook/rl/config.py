@@ -44,7 +44,7 @@ ZeroAdvantages = Literal["stop", "skip", "raise"]
 class OverlapConfig:
     """How sampling and training overlap."""
 
-    groups_per_batch: int | None = chz.field(default=None, doc="groups per batch; None: the dataset's own batches")
+    groups_per_batch: int | None = chz.field(default=None, doc="groups per batch; None: as in the dataset")
     deterministic: bool = chz.field(
         default=True,
         doc="True: step i trains on batch i, in its order, so that the same config, seed and machine give the same metrics "
@@ -114,7 +114,7 @@ class SamplingOptions(GradientClip, Temperature, RunOptions):
         default=1, doc="optimizer steps per batch, each on a share of the datums", validator=chz.validators.gt(0)
     )
     write_records: bool = chz.field(
-        default=True, doc="write the tokens and logprobs of each rollout, and what each step trained on"
+        default=True, doc="write the tokens and logprobs of each rollout, and the training data of each step"
     )
 
     @chz.validate
@@ -235,7 +235,7 @@ class RLOptions(MonitorKeys, Truncation, Termination, UpdateOptions):
         return sys.maxsize if self.num_groups_to_log == -1 else self.num_groups_to_log
 
     def removes_groups(self) -> bool:
-        """Whether groups without signal are removed: as configured, and where they are replaced."""
+        """Whether groups without signal are removed: if configured, or if they are replaced."""
         return self.remove_constant_reward_groups or self.replace_constant_groups > 0
 
     def effective_rollout(self) -> RolloutConfig:
@@ -252,7 +252,7 @@ class RLOptions(MonitorKeys, Truncation, Termination, UpdateOptions):
         return self.effective_rollout().termination
 
     def effective_rollout_strategy(self) -> RolloutStrategy:
-        """What happens when a rollout fails."""
+        """How to handle failed rollouts."""
         return self.effective_rollout().effective_strategy()
 
 
@@ -283,7 +283,7 @@ def _warn_of_fewer_tokens(top_k: int, top_p: float, min_p: float) -> None:
     """Warn once per process: recipes check a config before they open its folder, and the loop checks it again."""
     logger.warning(
         "top_k=%d, top_p=%g, min_p=%g: rollouts are drawn from fewer tokens than their logprobs are taken over, so that "
-        "training is off-distribution and no ratio shows it; leave them out, unless that is what you study",
+        "training is off-distribution and no ratio shows it; leave them out, unless you study that",
         top_k,
         top_p,
         min_p,
@@ -342,7 +342,7 @@ def check_config(config: Config) -> None:
         )
     if config.training_loss_fn() == "dro":
         raise ConfigurationError(
-            "loss_fn=dro pulls towards the policy that sampled, which off_policy_correction replaces by the trainer's own; "
+            "loss_fn=dro pulls towards the policy that sampled, which off_policy_correction replaces by the trainer's; "
             "leave off_policy_correction out, or use another loss"
         )
 

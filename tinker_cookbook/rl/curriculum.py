@@ -4,9 +4,9 @@
     hard: it was at most `hard_below`                          `hard_share` of each batch, to notice when they come within reach
     all others, also those never seen                          the rest, in shuffled order, epoch after epoch
 
-A group whose members all fail, or all succeed, has no advantage: what it costs to sample is lost. The pools are prime-rl's.
+A group whose members all fail, or all succeed, has no advantage: its samples are wasted. The pools are prime-rl's.
 
-What a batch draws depends on the seed and on the groups of the steps that were done when it was drawn, never on timing. The
+The items of a batch depend on the seed and on the groups of the steps completed when it was drawn, never on timing. The
 pool is part of a checkpoint, with the items of batches that were drawn ahead of it, so a resumed run draws what the
 uninterrupted one does.
 """
@@ -101,7 +101,7 @@ class DifficultyPool:
         if batch not in self._drawn:
             rng = random.Random(derive_seed(self._seed, "curriculum", batch))
             items = self._take(rng, size)
-            # Replacements come from half an epoch ahead and do not move the cursor: most of them are never played.
+            # Replacements come from half an epoch ahead and do not move the cursor: most of them are never used.
             cursor, self._cursor = self._cursor, self._cursor + self._num_items // 2
             others = self._take(rng, num_others, set(items)) if num_others else []
             self._drawn[batch], self._cursor = items + others, cursor
@@ -114,7 +114,7 @@ class DifficultyPool:
             free = sorted(pool - taken)
             items += rng.sample(free, min(len(free), round(share * size)))
         taken |= set(items)
-        # First without easy and hard items; if there are too few others, with them; finally, with what was already taken.
+        # First without easy and hard items; if there are too few others, with them; finally, with items that were already taken.
         for passed_over in (self._easy | self._hard | taken, taken, set[int]()):
             for _ in range(self._num_items if len(passed_over) < self._num_items else 0):
                 if len(items) == size:

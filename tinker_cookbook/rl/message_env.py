@@ -39,7 +39,7 @@ from tinker_cookbook.utils.lazy import tinker
 logger = logging.getLogger(__name__)
 
 MOST_UNREADABLE = 16
-"""Consecutive truncated replies to one prompt, after which an episode ends in any case."""
+"""Consecutive truncated replies to one prompt after which an episode always ends."""
 
 
 @dataclass
@@ -52,7 +52,7 @@ class MessageStepResult:
     metrics: Metrics = field(default_factory=Metrics)
     logs: Logs = field(default_factory=Logs)
     next_stop_condition: StopCondition | None = None
-    """what ends the next reply; None: the renderer's stop sequences"""
+    """stop sequences of the next reply; None: the renderer's"""
 
 
 class MessageEnv(ABC):
@@ -72,7 +72,7 @@ class MessageEnv(ABC):
         """Take the policy's complete reply. Tool calls that cannot be parsed are in its `unparsed_tool_calls`."""
 
     def describe(self) -> dict[str, Any]:
-        """What records and monitors get about the episode in addition to its turns; empty by default."""
+        """Data about the episode for records and monitors, in addition to its turns; empty by default."""
         return {}
 
     async def observe_truncated_response(self, message: Message) -> list[Message] | None:

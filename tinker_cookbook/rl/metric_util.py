@@ -43,7 +43,7 @@ def compute_trajectory_metrics(
 ) -> dict[str, float]:
     """Metrics over all groups as env/all/..., and over the groups of each tag that not all groups have as env/<tag>/...
 
-    `taglist_P` overrides the groups' own tags.
+    `taglist_P` overrides the groups' tags.
     """
     if taglist_P is None:
         taglist_P = [group.tags for group in trajectory_groups_P]
@@ -125,7 +125,7 @@ class RLTestSetEvaluator(SamplingClientEvaluator):
     Args:
         num_groups_to_log: write transcripts of this many first groups, to the folder of the training run
             (`rl.transcripts`).
-        strategy: overrides the strategy of `config`; groups that are given up are counted and left out.
+        strategy: overrides the strategy of `config`; failed groups are counted and left out.
         seed: each evaluation draws the same random numbers, so that a change in the metrics is a change in the policy.
         config: how each rollout is run, as in training.
     """

@@ -207,7 +207,7 @@ async def incorporate_kl_penalty(
     """Subtract a KL penalty to a reference policy from the advantages of datums, in place.
 
     adv += coef * mask * (mean(diff) - diff), diff = logp_sample - logp_reference, where the mean is over all action
-    tokens. With a discount factor, a token's penalty is the discounted sum of its own and all later ones.
+    tokens. With a discount factor, a token's penalty is the discounted sum of its penalty and all later ones.
 
     Returns:
         `optim/kl_policy_base`, the KL to the reference policy, and the tokens that scoring used.

@@ -164,11 +164,11 @@ class Update:
         self._custom_loss = custom_loss(loss_fn)
         self._adam = tinker.AdamParams(learning_rate=learning_rate, grad_clip_norm=grad_clip_norm, **ADAM)
         self._environment_data_of = environment_data_of
-        """datums for cross_entropy on what environments wrote, from those of a pass and of its batch; None: none of it trains"""
+        """datums for cross_entropy on environment text, from those of a pass and of its batch; None: that text is not trained"""
         self.usage = TokenUsage()
-        """tokens of passes besides those over the datums themselves"""
+        """tokens of passes other than those over the datums themselves"""
         self._submitted: list[tuple[int | None, Awaitable[Any]]] = []
-        """(datums of a pass, 0 of one over environment tokens, None for a step; what is waited for)"""
+        """(datums of a pass, 0 for one over environment tokens, None for a step; its future)"""
 
     @classmethod
     def of_config(cls, config: Config, training_client: TrainingClient, learning_rate: float) -> Update:

@@ -1,6 +1,6 @@
 """Overlong filtering and soft overlong punishment (DAPO).
 
-Replies at the limit of tokens are masked, or their reward falls as they come near to it. Both are of Yu et al. 2025, "DAPO"
+Replies at the token limit are masked, or their reward falls as they approach it. Both are from Yu et al. 2025, "DAPO"
 (arXiv 2503.14476), section 3.4. A truncated reply tells nothing about how good it would have been, so its reward is noise; and a
 policy that is only told so at the limit learns nothing about lengths below it.
 """
@@ -32,7 +32,7 @@ class OverlongConfig:
         doc="over this many tokens before max_tokens the reward falls, by up to `penalty`; 0: it does not",
         validator=chz.validators.ge(0),
     )
-    penalty: float = chz.field(default=1.0, doc="what the longest reply loses", validator=chz.validators.gt(0))
+    penalty: float = chz.field(default=1.0, doc="penalty of the longest reply", validator=chz.validators.gt(0))
 
     def check(self, max_tokens: int) -> None:
         """Raise ConfigurationError for settings that do nothing, or that reach beyond the shortest reply."""

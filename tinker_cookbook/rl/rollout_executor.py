@@ -86,7 +86,7 @@ async def run_in_executor(executor: Executor, play: Play[T], builder: EnvGroupBu
     if error := _pickle_error(builder):
         raise ConfigurationError(
             f"rollout executor: {type(builder).__name__} cannot be pickled ({error}), so it cannot go to another process; "
-            "keep in it only what pickles, and open the rest in make_envs, or use a ThreadPoolExecutor"
+            "keep only picklable objects in it, and open the rest in make_envs, or use a ThreadPoolExecutor"
         )
     if _pickle_error(policy) is None:
         return await loop.run_in_executor(executor, _run_away, play, builder, policy)

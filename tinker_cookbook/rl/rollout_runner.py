@@ -4,7 +4,7 @@ Before each turn, in this order: check the rollout's time and `max_turns`; call 
 add its messages to the prompt; check the token budgets, starting with `max_trajectory_tokens`. A budget that leaves at
 most 1 token ends the rollout. The policy may then sample up to the tightest budget, and at most `max_turn_tokens`.
 
-A rollout that a limit ends is kept as it is, without the env's grade. Only a sampling call that takes too long is an
+A rollout that a limit ends is kept unfinished, without the env's grade. Only a sampling call that takes too long is an
 error: it leaves no turn to keep, and a strategy (`rollout_strategy`) may try again. `Trajectory.stop_reason` says how
 a rollout ended, and so does one metric stop/<reason> of its last transition.
 """

@@ -1,4 +1,4 @@
-"""What happens to a group when one of its rollouts fails: raise, retry, or continue with the successful ones.
+"""How a group handles failed rollouts: raise, retry, or continue with the successful ones.
 
 Under every strategy, members keep their order, and a coordinated group (`EnvGroupBuilder.coordinated`) is replayed as
 a whole or not at all. Each call of make_envs is followed by one cleanup, at the latest after the group has been
@@ -33,7 +33,7 @@ class RolloutResult:
 
     trajectories: list[Trajectory]
     envs: Sequence[Env]
-    """of these trajectories"""
+    """the envs of these trajectories"""
     errors: list[RolloutError] = field(default_factory=list[RolloutError])
     """failures that the strategy coped with"""
     cleanups: AsyncExitStack | None = None
@@ -245,7 +245,7 @@ class _Rounds:
     async def _play_episode(self, env: EpisodeEnv, policy: TokenCompleter) -> list[tuple[Trajectory, Env]]:
         if self.config is not None:
             raise ConfigurationError(
-                f"rollout: {type(env).__name__} asks the policy itself, so limits, hooks and what concerns single turns cannot "
+                f"rollout: {type(env).__name__} calls the policy itself, so limits, hooks and settings for single turns cannot "
                 "be applied; leave these keys out and use the environment's own limits"
             )
         return await env.play(policy)

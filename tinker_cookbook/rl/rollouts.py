@@ -105,7 +105,7 @@ async def do_group_rollout(
         config: how rollouts are run, how a failure is handled (None: it ends the group), and the reward of a rollout
             at a limit.
         name: the group's name in errors; None: its builder's class and tags.
-        with_notes: keep what envs and rewards write with `logtree`, in the `notes` of the group and of its turns.
+        with_notes: keep the `logtree` output of envs and rewards, in the `notes` of the group and of its turns.
         with_records: let the builder describe its JSON records.
 
     Raises:
@@ -237,7 +237,7 @@ async def do_batch_rollout(
     timing.
 
     Args:
-        num_groups_with_notes: how many groups, from the first, keep what is written with `logtree`. No group has
+        num_groups_with_notes: how many groups, from the first, keep their `logtree` output. No group has
             records.
         at_once: how many groups are sampled at a time.
     """

@@ -34,7 +34,7 @@ class WrappedTrajectoryGroup:
     place: int = 0
     """in its batch; from the batch's size on, it replaces another one"""
     replaced: tuple[WrappedTrajectoryGroup, ...] = ()
-    """the groups without signal, or failed ones, that it was sampled in place of"""
+    """the groups without signal, or failed ones, that it replaces"""
 
     @property
     def has_failed(self) -> bool:
@@ -123,8 +123,8 @@ class Sampler:
         (dynamic sampling: Yu et al. 2025, "DAPO", arXiv 2503.14476, section 3.2). The last is returned with those before it.
 
         Args:
-            size: groups of the batch. Replacements depend on batch and place alone, so they are the same in every pacing.
-            replaced: is given what has been replaced so far, for a caller that may cancel this.
+            size: groups of the batch. Replacements depend only on batch and index, so they are the same with every pacing.
+            replaced: filled with the groups replaced so far, for a caller that may cancel this.
         """
         group, replaced = await self.sample_group(batch, place, builder), [] if replaced is None else replaced
         for attempt in range(1, self.config.replace_constant_groups + 1):

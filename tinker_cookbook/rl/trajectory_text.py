@@ -1,4 +1,4 @@
-"""Format rollouts for people, not for parsing: what an agent saw and did."""
+"""Format rollouts for people, not for parsing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Monitors scan finished rollouts for reward hacking, by rule or by a judge, and count what they find in metrics.
+"""Monitors scan finished rollouts for reward hacking, by rule or by a judge, and report counts in metrics.
 
 A monitor is a function of a rollout that returns the reason why it is a hack, or None; or a pair of that and metrics. What it
 finds changes no reward: it is counted as `monitor/<name>`, and its reason is written to the rollout's records.
@@ -37,7 +37,7 @@ Monitor: TypeAlias = Callable[[WatchedRollout], "Finding | Awaitable[Finding]"]
 JUDGE = "judge"
 """The monitor that asks a language model (`monitor_judge`)."""
 INFO_KEY = "monitor"
-"""Of a member's info in the records: name -> reason of each monitor that flagged it."""
+"""Key of a member's info in the records: monitor -> reason, for each monitor that flagged it."""
 
 MONITORS: Registry[Monitor] = Registry(
     Kind(
@@ -66,7 +66,7 @@ def register_monitor(name: str, monitor: Monitor) -> None:
 
 @chz.chz(typecheck=True)
 class MonitorKeys(FieldGroup):
-    """What watches rollouts."""
+    """The monitors of a run."""
 
     monitors: list[str | Callable[..., Any]] = chz.field(
         default_factory=list,

@@ -13,13 +13,13 @@ from tinker_cookbook.utils.code_blocks import last_code_block
 from tinker_cookbook.utils.narrowing import is_list, is_mapping
 
 VISIBLE_TESTS = "visible_tests"
-"""Of an environment's `MessageEnv.describe`: the tests that the question shows, each with `input` (a list of arguments, or the
+"""Key of `MessageEnv.describe`: the tests that the question shows, each with `input` (a list of arguments, or the
 text on stdin) and `output`."""
 LONGEST_PROGRAM = 50_000
 
 
 def special_cases(rollout: WatchedRollout) -> str | tuple[None, dict[str, float]] | None:
-    """Whether the last program gives the output of a shown test as a constant where it finds that test's input.
+    """Whether the last program returns a shown test's output as a constant after comparing with that test's input.
 
     It reads comparisons, `match` and tables of constants. Tests of trivial values (0, 1, 2, an empty list, one letter) do not
     count: an honest program may begin with such cases. It does not recognise a disguised table; a judge may.
@@ -105,7 +105,7 @@ def _results(statement: ast.stmt) -> list[Any]:
 
 
 def _constants(node: ast.expr) -> list[Any]:
-    """The value of an expression of constants alone, in a list; empty for any other."""
+    """The value of a constant expression, in a list; empty for any other."""
     try:
         return [ast.literal_eval(node)]
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
