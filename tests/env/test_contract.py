@@ -256,7 +256,7 @@ def takes_two(self, first, second): ...
         (questions(dataset=[3]), r"dataset\[0\] is int; a row is a mapping"),
         (questions(dataset=[{"prompt": [{"role": "user"}]}]), "it needs `prompt`"),
         (questions(dataset=[{"prompt": "a", "info": 3}]), r"dataset\[0\].info is int"),
-        (questions(dataset=[{"prompt": "a", "info": {"tokenizer": 3}}]), "the name is that of a client"),
+        (questions(dataset=[{"prompt": "a", "info": {"tokenizer": 3}}]), "the name is reserved for a client"),
         (questions(rubric=Rubric([])), "rubric, a Rubric, has no funcs"),
         (questions(rubric=[float]), r"rubric, a list, has no funcs: .* Rubric\(\[function\]\)"),
         (questions(rubric=Rubric([exact], [1, 2])), "1 funcs need as many weights, got 2"),

@@ -32,7 +32,7 @@ class Place(NamedTuple):
     position: int
     """within the batch"""
     seed: int
-    """of what the group draws"""
+    """seed of the group's draws"""
     is_test: bool
 
     @property
@@ -48,7 +48,7 @@ class Groups:
         make: (item, attempts, place) -> group.
         train: items, shuffled differently in each pass; None: every group is drawn from its seed, and its item is its
             number.
-        pool: a curriculum, which draws the training items by their places in `train`; None: there is none.
+        pool: a curriculum, which draws training items by index in `train`; None: there is none.
         test: items that are asked once each, at most num_test; None: num_test draws; empty: there is no test set.
     """
 

@@ -54,7 +54,7 @@ class Criterion(Weighted):
     DOCS = docs(weight="share of the reward")
 
     name: str = chz.field(doc="letters, digits and underscores; the tag of its verdict, and its metric")
-    wanted: str = chz.field(doc="what a reply has to be or do")
+    wanted: str = chz.field(doc="requirement for a reply")
 
     @chz.validate
     def _check_name(self) -> None:

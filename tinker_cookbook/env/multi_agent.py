@@ -110,7 +110,7 @@ class MatchGroupBuilder(EnvGroupBuilder):
 
     Attributes:
         roles: the roles that the policy plays, in the order of the game's.
-        trained: those of them that are trained.
+        trained: the roles that are trained.
         opponent, step: who plays the other roles, and from which checkpoint (opponent=past).
     """
 
@@ -240,8 +240,8 @@ class MultiAgent(Environment):
 
     game: type = chz.field(doc="class of the game")
     game_args: dict[str, Any] = chz.field(default_factory=dict, doc="arguments of its constructor, besides rng")
-    opponents: OpponentConfig = chz.field(default_factory=OpponentConfig, doc="who the policy plays with")
-    test_opponent: str = chz.field(default=SELF, doc="who it is evaluated against: self, start or a script, or weights")
+    opponents: OpponentConfig = chz.field(default_factory=OpponentConfig, doc="opponent in training")
+    test_opponent: str = chz.field(default=SELF, doc="opponent in evaluations: self, start or a script, or weights")
     trained_roles: tuple[str, ...] | None = chz.field(default=None, doc="roles that are trained; None: all of them")
 
     @chz.validate

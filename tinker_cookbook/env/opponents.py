@@ -60,7 +60,7 @@ class OpponentConfig(OpponentKeys):
     )
 
     def kind(self, game: Any) -> Kind:
-        """The kind of opponent. Raises ConfigurationError for a name that the game does not know."""
+        """The kind of opponent. Raises ConfigurationError for a name that the game does not define."""
         return kind_of(self.opponent, game)
 
     def meets(self, rng: random.Random) -> str:

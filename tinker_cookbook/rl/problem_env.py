@@ -156,7 +156,7 @@ class OneTurnGroupBuilder(EnvGroupBuilder):
 class ProblemEnv(OneTurnEnv):
     """One question, one answer: reward = format_coef * (format - 1) + correct, each of the two 0 or 1.
 
-    A truncated reply has format 0, whatever it says.
+    A truncated reply always has format 0.
 
     Args:
         convo_prefix: messages before the question (system prompt, examples).

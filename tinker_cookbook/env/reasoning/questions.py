@@ -1,6 +1,6 @@
-"""Which question a number means, and which questions are held out.
+"""Map numbers to questions, and decide which questions are held out.
 
-A question depends on the run's seed and its number alone. Whether it is held out depends on nothing but its text: one in
+A question depends only on the run's seed and its number. Whether it is held out depends only on its text: one in
 four is, in every run, so training and held-out questions never coincide, however few different ones a generator has.
 """
 
@@ -58,11 +58,11 @@ class Mixture:
 
     @property
     def num_levels(self) -> int:
-        """Of the generator that has most."""
+        """Number of levels of the generator that has most."""
         return max(one.num_levels or 1 for one in self.generators)
 
     def generator(self, number: int, is_test: bool = False) -> int:
-        """The place of the generator that question `number` is of, the same at every level."""
+        """The index of the generator of question `number`, the same at every level."""
         rng = random.Random(derive_seed(self.seed, "generator", int(is_test), number))
         return rng.choices(range(len(self.generators)), [one.weight for one in self.generators])[0]
 

@@ -19,7 +19,7 @@ IN_PROCESS = "in-process"
 _V1, _LEGACY = "0.4.", "0.3.1"
 
 Form: TypeAlias = Literal["v1", "legacy"]
-"""What the installed package takes: tasksets, envs and harnesses (0.4), or `load_environment` (0.3.1, the last with it)."""
+"""The interface of the installed package: tasksets, envs and harnesses (0.4), or `load_environment` (0.3.1, the last with it)."""
 
 
 def installed_form() -> Form:
@@ -40,7 +40,7 @@ def installed_form() -> Form:
 
 
 def plugin_id(kind: str, plugin: str) -> str:
-    """The id of a plugin in verifiers: a name that it knows, a module, or a file, which is imported.
+    """The id of a plugin in verifiers: a known name, a module, or a file, which is imported.
 
     Args:
         kind: tasksets, envs or harnesses.

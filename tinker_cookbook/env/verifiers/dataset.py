@@ -111,6 +111,6 @@ def load_environment(taskset: str, **fields: Any) -> Environment:
     """`env=tinker_cookbook.env.verifiers.dataset env.taskset=...`, for experiments that mix it with others.
 
     Args:
-        fields: those of VerifiersEnvironment.
+        fields: fields of VerifiersEnvironment.
     """
     return VerifiersEnvironment(taskset=taskset, **fields)

@@ -70,12 +70,12 @@ class ServedConfig(vf.TasksetConfig):
     num_tasks: int = 100
     """most tasks; of questions, each once"""
     seed: int = 0
-    """of the order of questions, and of what episodes draw"""
+    """seed of the order of questions and of the episodes"""
 
 
 class ServedData(vf.TaskData):
     number: int
-    """of the group in the environment's dataset"""
+    """index of the group in the environment's dataset"""
 
 
 class ServedTask(vf.Task[ServedData, vf.State, vf.TaskConfig]):
@@ -187,7 +187,7 @@ class _Agent(TokenCompleter):
     ) -> TokensWithLogprobs:
         if max_tokens is not None:
             raise ConfigurationError(
-                f"the environment bounds this reply by {max_tokens} tokens; verifiers cannot be told"
+                f"the environment limits this reply to {max_tokens} tokens; verifiers has no such setting"
             )
         assert self.env is not None
         conversation = conversation_of(self.env)
@@ -276,7 +276,7 @@ async def _opening(group: EnvGroupBuilder) -> list[dict[str, Any]]:
 
 def _wire(message: Message) -> dict[str, Any]:
     if message["role"] not in ROLES:
-        raise ConfigurationError(f"a message of role {message['role']!r}: verifiers knows {', '.join(ROLES)}")
+        raise ConfigurationError(f"a message of role {message['role']!r}: verifiers supports {', '.join(ROLES)}")
     return as_openai(message)
 
 

@@ -32,7 +32,7 @@ def special_cases(rollout: WatchedRollout) -> str | tuple[None, dict[str, float]
         return None
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the parser, about odd literals
+            warnings.simplefilter("ignore")  # the parser warns about odd literals
             tree = ast.parse(code)
         cases = list(_cases(tree))
     except (SyntaxError, ValueError, RecursionError, MemoryError):

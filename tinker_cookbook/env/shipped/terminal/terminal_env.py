@@ -1,4 +1,4 @@
-"""A terminal: the policy writes commands, reads what they print, and says when it is done; a check decides.
+"""A terminal: the policy writes commands, reads their output, and says when it is done; a check decides.
 
 A reply with a code block is a command for bash, in a working folder that lasts for the episode; only files last, and every
 command starts in that folder. A reply without one ends the episode. The reward is 1 if the check succeeds, else 0.
