@@ -1,4 +1,4 @@
-"""The keys of recipes.debate_figures, and what its two forms run."""
+"""The keys of recipes.debate_figures, and the defaults of its two forms."""
 
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
@@ -37,7 +37,7 @@ _SIGNALS_DOC = "; ".join(f"of {figure} {','.join(signals)}" for figure, signals 
 
 @chz.chz(typecheck=True)
 class FigureConfig(CellKeys):
-    """Which figure, of what."""
+    """The figure and its settings."""
 
     DOCS = docs(
         seeds="a run of each signal for each of these; quick: the first alone",
@@ -58,11 +58,11 @@ class FigureConfig(CellKeys):
     protocols: tuple[str, ...] = chz.field(default=(), doc=f"the signals; default {_SIGNALS_DOC}")
     best_of: tuple[int, ...] = chz.field(
         default=(1, 2, 4, 8, 16),
-        doc="of persuasiveness: values of N, the number of speeches of which the judge's favourite is taken; rising",
+        doc="figure=persuasiveness: values of N, the number of speeches of which the judge's favourite counts; increasing",
     )
     lm_judge: bool = chz.field(
         default=True,
-        doc="of kenton and persuasiveness: also judge with the base model itself, next to judges of known error",
+        doc="figure=kenton or persuasiveness: also judge with the base model itself, next to judges of known error",
     )
 
     @chz.validate
@@ -78,7 +78,7 @@ class FigureConfig(CellKeys):
                 f"best_of={self.best_of}: each must divide the last, which is how many are sampled"
             )
         if self.protocols and self.figure not in SIGNALS_OF:
-            raise ConfigurationError(f"protocols: figure={self.figure} has signals of its own; leave it out")
+            raise ConfigurationError(f"protocols: figure={self.figure} has its own signals; leave it out")
 
     def settled(self) -> "FigureConfig":
         """With the form's defaults for keys that are not given."""
@@ -94,6 +94,6 @@ class FigureConfig(CellKeys):
 
     @property
     def signals(self) -> tuple[str, ...]:
-        """Those of the figure, including direct judging where they are compared with it."""
+        """The signals of the figure, including direct judging if they are compared with it."""
         given = self.protocols or SIGNALS_OF[self.figure]
         return given if self.figure == "bias" or DIRECT in given else (*given, DIRECT)
