@@ -264,13 +264,13 @@ def takes_two(self, first, second): ...
         (questions(rubric=Rubric([exact, exact])), "two funcs called exact"),
         (
             questions(rubric=Rubric([lambda reply: 1.0])),
-            "takes reply, which nothing gives; parameters are called prompt, comp",
+            "takes reply, which is not available; parameters are called prompt, comp",
         ),
         (questions(rubric=Rubric([lambda completion, answers: 1.0])), "either one reply's fields or those of a group"),
         (questions(rubric=Rubric(["exact"])), "'exact' in funcs is not a function"),  # type: ignore[list-item]
         (questions(needs=("trainer",)), "needs: 'trainer' is none of sampling_client"),
         (of_class(build=lambda self: []), "build takes nothing; its first argument is the sampling client"),
-        (of_class(build=takes_two), "build takes second, which nothing gives"),
+        (of_class(build=takes_two), "build takes second, which is not available"),
         (
             of_class(initial_observation=lambda self: "Go.", step=lambda self: 1.0),
             r"step takes \(\), and will be called with \(action_text\)",

@@ -38,7 +38,7 @@ CLIENTS = ("sampling_client", "service_client", "training_client", "base_model")
 
 
 def form_of(candidate: Any) -> Form | None:
-    """The form of an object or a class; None: it has no complete form."""
+    """The form of an object or class; None: no form is complete."""
     for form, names in _FORMS.items():
         if all(hasattr(candidate, name) for name in names):
             return form
@@ -51,7 +51,7 @@ def is_partial(candidate: Any) -> bool:
 
 
 def missing_parts(candidate: Any) -> str:
-    """Which attributes each of the three forms lacks."""
+    """A text with the attributes that each of the three forms lacks."""
     if candidate is None:
         return (
             "it returned nothing; `return` an object with initial_observation and step (an episode), with dataset and rubric "

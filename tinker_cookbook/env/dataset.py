@@ -65,7 +65,7 @@ class DatasetSettings(PromptLimit, Seeded, GroupSizes, ModelKey):
     renderer_name: str = chz.field(
         default=None,
         x_type=cast(Any, Optional[str]),  # noqa: UP045
-        doc="how messages become tokens; None: as the model was made for",
+        doc="how messages become tokens; None: the model's own renderer",
         munger=lambda self, name: name or model_info.get_recommended_renderer_name(self.model_name),
     )
     num_batches: int = chz.field(default=20, doc="training batches", validator=chz.validators.gt(0))
@@ -143,7 +143,7 @@ class Environment(ABC):  # noqa: B024 (`groups` or `datasets`)
 class DatasetBuilder(DatasetSettings, RLDatasetBuilder):
     """Batches of an environment's groups for a model."""
 
-    env: Environment = chz.field(doc="what is asked, and how a group is made of it")
+    env: Environment = chz.field(doc="the items, and how a group is made from one")
 
     @property
     def shared_system_prompt(self) -> str | None:

@@ -151,7 +151,7 @@ class Match:
             self._move_for_silent()
 
     def fail(self, error: BaseException) -> None:
-        """A player cannot continue; all waiting players get the error."""
+        """Called when a player cannot continue; all waiting players get the error."""
         self._error = error
         self._wake()
 

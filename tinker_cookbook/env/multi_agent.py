@@ -100,7 +100,7 @@ class PlayerEnv(EnvFromMessageEnv):
         return result
 
     def rollout_ended(self) -> None:
-        """The rollout of this role has ended, for any reason."""
+        """Called when the rollout of this role has ended, for any reason."""
         self.role_env.match.leave(self.role_env.role)
 
 
@@ -111,7 +111,7 @@ class MatchGroupBuilder(EnvGroupBuilder):
     Attributes:
         roles: the roles that the policy plays, in the order of the game's.
         trained: the roles that are trained.
-        opponent, step: who plays the other roles, and from which checkpoint (opponent=past).
+        opponent, step: the player of the other roles, and its checkpoint (opponent=past).
     """
 
     game: Callable[..., Any]
@@ -309,7 +309,7 @@ def multi_agent_env(
         trained_roles: roles that are trained, also as one text with commas; None: all.
 
     Raises:
-        ConfigurationError: the class lacks something, takes other arguments, or does not know the opponent.
+        ConfigurationError: the class is incomplete, takes other arguments, or does not define the opponent.
     """
     check_game(game)
     args = dict(game_args or {})

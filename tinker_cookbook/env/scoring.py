@@ -176,7 +176,7 @@ def _scorer(function: Any, weight: Any, owner: str, objects: Sequence[str]) -> _
     if unknown:
         also = f"{', '.join(objects)}, " if objects else ""
         raise ConfigurationError(
-            f"{owner}.rubric: {name} takes {unknown[0]}, which nothing gives; parameters are called {', '.join(FIELDS)}, "
+            f"{owner}.rubric: {name} takes {unknown[0]}, which is not available; parameters are called {', '.join(FIELDS)}, "
             f"{also}or, for a function of a whole group, {', '.join(GROUP_FIELDS)}"
         )
     if {p.name for p in named} & set(FIELDS) and {p.name for p in named} & set(GROUP_FIELDS):

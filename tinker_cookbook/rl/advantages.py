@@ -24,7 +24,7 @@ Baseline: TypeAlias = Literal[
 ]
 SURVIVORS_HINT = (
     " Rejection leaves members of equal reward (accept_min_reward with rewards of 0 and 1, say): advantage.baseline=constant "
-    "gives each of them the same advantage."
+    "gives all of them the same advantage."
 )
 Scale: TypeAlias = Literal["sum", "sequence", "token", "turn"]
 Credit: TypeAlias = Literal["episode", "turn"]
@@ -198,7 +198,7 @@ def _gdpo_advantages(
 
 
 def part_rewards(group: TrajectoryGroup, name: str, index: int = 0) -> torch.Tensor:
-    """A metric of each member as a reward, float64 (G,): summed over its turns, plus that of the group's reward.
+    """A metric of each member as a reward, float64 (G,): its sum over the turns, plus its value in the group's metrics.
 
     Raises DataValidationError if a member has no such metric, or one that is not finite; `index` is the group in the message.
     """
@@ -242,7 +242,7 @@ def subtract_baseline(rewards_G: torch.Tensor, counted_G: torch.Tensor, baseline
     if baseline == "none":
         return rewards_G
     if bool((survivors == survivors[0]).all()):
-        return torch.zeros_like(rewards_G)  # exactly zero, whatever the mean would be rounded to
+        return torch.zeros_like(rewards_G)  # exactly zero, regardless of the rounding of the mean
     advantages_G = rewards_G - survivors.mean()
     if baseline == "maxrl":
         return _maxrl_advantages(rewards_G, survivors)
@@ -303,7 +303,7 @@ def is_constant(group: TrajectoryGroup) -> bool:
 
 def lacks_signal(group: TrajectoryGroup, config: AdvantageConfig) -> bool:
     """Whether a group cannot train: `is_constant`, or for gdpo, whether each of its rewards is the same for all members that
-    train. Groups with credit=turn never count as lacking it: equal totals may be sums of different turns.
+    train. Never true with credit=turn: equal totals may be sums of different turns.
     """
     if config.credit == "turn":
         return False

@@ -50,11 +50,11 @@ class _Open:
 
     builder: EnvGroupBuilder
     version: int | None = None
-    """updates that its policy has seen, once it has started"""
+    """number of updates of its policy, once it has started"""
     sampled: WrappedTrajectoryGroup | None = None
     task: asyncio.Task[None] | None = None
     replaced: list[WrappedTrajectoryGroup] = field(default_factory=list[WrappedTrajectoryGroup])
-    """while it is being sampled: the groups without signal that it replaces"""
+    """the groups without signal that it replaces, while it is being sampled"""
 
 
 class PendingGroups:
@@ -74,15 +74,15 @@ class PendingGroups:
         self._finished: list[GroupKey] = []
         """in the order in which they finished"""
         self._kept: dict[GroupKey, Kept] = {}
-        """those of the checkpoint that the run resumes from"""
+        """groups from the checkpoint that the run resumes from"""
         self._sizes: dict[int, int] = {}
         self._taken: tuple[int, list[GroupKey]] = (-1, [])
-        """the step that took groups last, and which"""
+        """the last step that took groups, and these groups"""
         self._next_batch = sampler.start
         self._running = 0
         self._most_running = sampler.config.max_groups_in_flight
         self._most_started = inf
-        """open groups that may have started: as many as K + 1 batches have"""
+        """maximum number of open groups: those of K + 1 batches"""
         self._paused = self._closed = False
         self._changed = asyncio.Event()
 

@@ -1,7 +1,7 @@
 """Algorithms: the policy-gradient losses, the settings of each, and published algorithms as presets.
 
 The engine computes the losses; this module only checks their settings. A custom loss is a function of
-tensors, which `forward_backward_custom` differentiates here and passes to either engine.
+tensors, which `forward_backward_custom` differentiates locally and passes to either engine.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def custom_loss(loss_fn: str | CustomLossFn) -> CustomLossFn | None:
 
 
 def check_loss(loss_fn: str | CustomLossFn, loss_fn_config: Mapping[str, float] | None, backend: str) -> None:
-    """Raises ConfigurationError for an unknown loss, or a setting that the loss (or the hosted trainer) does not have."""
+    """Raises ConfigurationError for an unknown loss, or a setting that the loss (or the hosted trainer) does not support."""
     if custom_loss(loss_fn) is not None:
         if loss_fn_config:
             raise ConfigurationError(
@@ -201,13 +201,13 @@ PRESETS: dict[str, Preset] = {
         _clip(0.8, 1.2),
     ),
     "dr_grpo": Preset(
-        "Liu et al. 2025: centred rewards, neither divided by their deviation nor by the reply's length, clipped ratio",
+        "Liu et al. 2025: centred rewards, divided neither by their deviation nor by the reply's length, clipped ratio",
         AdvantageConfig(baseline="mean", scale="sum"),
         "ppo",
         _clip(0.8, 1.2),
     ),
     "dapo": Preset(
-        "Yu et al. 2025: z-scored rewards, mean over the batch's tokens, the clip's upper bound higher, no constant groups",
+        "Yu et al. 2025: z-scored rewards, mean over the batch's tokens, a higher upper clip bound, no constant groups",
         AdvantageConfig(baseline="zscore", scale="token"),
         "ppo",
         _clip(0.8, 1.28),

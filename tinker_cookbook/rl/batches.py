@@ -32,11 +32,11 @@ class Batch:
 
     groups: Sequence[WrappedTrajectoryGroup]
     stale: int = 0
-    """other groups, which were dropped for their age"""
+    """number of groups dropped for their age"""
     minibatch: Minibatch | None = None
-    """their datums, if they are made already"""
+    """their datums, if already made"""
     update: Update | None = None
-    """the update that these datums are submitted to, if they are"""
+    """the update to which these datums are submitted, if any"""
     times: LoopMetrics = field(default_factory=LoopMetrics)
 
 

@@ -147,7 +147,7 @@ class UpdateOptions(RolloutKey, SamplingOptions):
         default=0.0, doc="weight of the KL penalty to a reference policy; 0: none", validator=chz.validators.ge(0)
     )
     kl_discount_factor: float = chz.field(
-        default=0.0, doc="discount of later tokens' KL penalties; 0: each token pays for itself"
+        default=0.0, doc="discount of later tokens' KL penalties; 0: only a token's own penalty counts"
     )
     num_groups_to_log: int = chz.field(
         default=4,
@@ -194,7 +194,7 @@ class RLOptions(MonitorKeys, Truncation, Termination, UpdateOptions):
     )
     overlong: OverlongConfig | None = chz.field(
         default=None,
-        doc="mask replies that are cut off, or lower the reward of long ones; None: they train as any other",
+        doc="mask truncated replies, or lower the reward of long ones; None: they train like any other",
     )
     entropy: EntropyConfig | None = chz.field(default=None, doc="a bonus for entropy; None: none")
     top_entropy_share: float = chz.field(
@@ -267,7 +267,7 @@ class SamplingConfig(LongestReply, SamplingOptions, RunConfig, max_tokens=REQUIR
 class Config(RLData, Epochs, RLOptions, SamplingConfig, on_zero_advantages="skip"):
     """A reinforcement learning run. Synchronous, unless `stream_minibatch_config` or `async_config` is given."""
 
-    DOCS = docs(num_epochs="passes over the dataset's batches; max_steps may end the run before")
+    DOCS = docs(num_epochs="passes over the dataset's batches; max_steps may end the run earlier")
 
     def training_loss_fn(self) -> str | Callable[..., Any]:
         """The loss of the run: that of `async_config`, if there is one."""

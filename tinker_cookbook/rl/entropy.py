@@ -31,7 +31,7 @@ class EntropyConfig:
     )
     target: float | None = chz.field(
         default=None,
-        doc="nats per token: below it the coefficient grows by `delta` per step and the bonus counts; above it the coefficient "
+        doc="nats per token: below it the coefficient grows by `delta` per step and the bonus applies; above it the coefficient "
         "shrinks and the bonus is 0; None: the coefficient is constant",
     )
     delta: float = chz.field(
@@ -72,7 +72,7 @@ class EntropyBonus:
         self._config = config
         self.coef: float = (state or {}).get("coef", config.coef)
         self.entropy: float | None = (state or {}).get("entropy")
-        """mean surprisal of the sampled tokens of the last step, in nats; None: there was none"""
+        """mean surprisal of the last step's sampled tokens, in nats; None: no step yet"""
         self._sum, self._tokens = 0.0, 0.0
 
     @property
@@ -109,7 +109,7 @@ class EntropyBonus:
         return changed, metrics, TokenUsage()
 
     def end_step(self) -> None:
-        """Move an adaptive coefficient by the entropy of the step's sampled tokens."""
+        """Update an adaptive coefficient from the entropy of the step's sampled tokens."""
         if not self._tokens:
             return
         self.entropy, self._sum, self._tokens = self._sum / self._tokens, 0.0, 0.0

@@ -15,7 +15,7 @@ from tinker_cookbook.utils.lazy import np, tinker
 
 
 def environment_mask(mask_N: np.ndarray) -> np.ndarray:
-    """Which targets of a datum the environment wrote: those between the first and the last sampled token that are not sampled.
+    """Mask of the targets that the environment wrote: unsampled ones between the first and the last sampled token.
 
     Args:
         mask_N: 1 where the policy sampled the target.

@@ -152,13 +152,13 @@ class TrainingBatches:
             smaller; None keeps the dataset's batches.
         max_steps: None for all batches. A value above the number of batches is logged and has no effect.
         num_epochs: passes over the dataset, each in a different order.
-        at_once: groups that are sampled at a time; a batch that is larger causes one warning.
-        num_others: groups that may replace others of a batch, for each of its places.
+        at_once: groups sampled concurrently; a larger batch causes one warning.
+        num_others: number of possible replacements for each group of a batch.
         curriculum: draws the items of batches; None: the dataset's order.
         seed: of the run, for the curriculum.
 
     Attributes:
-        pool: the curriculum's, or the dataset's own; None: there is none.
+        pool: the curriculum's pool, or the dataset's; None: there is none.
 
     Raises:
         ConfigurationError: nothing to train on, or two curricula.

@@ -156,7 +156,7 @@ class EnvFromMessageEnv(Env):
 
     @property
     def conversation(self) -> list[Message]:
-        """A copy of the conversation as the env last returned it."""
+        """A copy of the conversation that the env last returned."""
         return copy.deepcopy(self._conversation)
 
     def set_parse_error_policy(self, policy: ParseErrorPolicy) -> None:
@@ -174,7 +174,7 @@ class EnvFromMessageEnv(Env):
             )
 
     def set_max_tool_calls(self, max_tool_calls: int) -> None:
-        """For `run_rollout`, like the next two: passed to the message env. Raises ConfigurationError if it has no
+        """Called by `run_rollout`, as are the next two; passed to the message env. Raises ConfigurationError if it has no
         tools.
         """
         require_method(self.message_env, "set_max_tool_calls", f"max_tool_calls={max_tool_calls}")(max_tool_calls)
@@ -310,7 +310,7 @@ def continue_prompt(
         messages do not begin with what ended the response (role_colon, where only a user may follow). Then render the
         whole prompt again.
     """
-    if getattr(renderer, "has_extension_property", False) is not True:  # a custom renderer need not have it
+    if getattr(renderer, "has_extension_property", False) is not True:  # a custom renderer may lack it
         return None
     stand_in: Message = {"role": "assistant", "content": "."}
     if calls := reply.get("tool_calls"):

@@ -76,10 +76,8 @@ def _group_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
         "trained_fraction": sum(sum(group.is_trained()) for group in groups) / len(trajectories),
         **_fractions_by_group(groups),
     }
-    # A metric is averaged over the members that report it: only correct debaters report won_if_correct, say. Metrics
-    # that are reported
-    # only when something happened are fractions of all: of episodes, how they ended; of turns, that one could not be
-    # parsed.
+    # A metric is averaged over the members that report it: only correct debaters report won_if_correct, say. Metrics that
+    # are only reported when something happened are fractions of all: stop reasons of episodes, parse errors of turns.
     reported: defaultdict[str, list[float]] = defaultdict(list)
     by_group: defaultdict[str, list[list[float]]] = defaultdict(list)
     for group in groups:

@@ -21,10 +21,10 @@ from tinker_cookbook.utils.trace import scope_span_sync
 logger = logging.getLogger(__name__)
 
 DEPTHS = (0, 64, 256, 1024, 4096, 16384)
-"""Sampled tokens at which the ranges of `optim/kl_by_depth` begin."""
+"""Depths (numbers of sampled tokens) at which the ranges of `optim/kl_by_depth` begin."""
 KL_BY_DEPTH = "optim/kl_by_depth/"
 _MOST_LOG_RATIO = 80.0
-"""A larger one would be no number in JSON."""
+"""Largest log ratio; the ratio of a larger one is not a JSON number."""
 
 
 async def score_sequences(

@@ -1,4 +1,4 @@
-"""A batch on its way to the optimizer: groups become datums, datums become passes and optimizer steps."""
+"""From groups to datums, and from datums to passes and optimizer steps."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Minibatch:
     metadata_D: list[DatumMetadata]
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     usage: TokenUsage = TokenUsage()  # noqa: RUF009  it is frozen
-    """tokens that the penalties used"""
+    """tokens used by the penalties"""
 
     @property
     def num_trained_groups(self) -> int:
@@ -143,9 +143,9 @@ def _select(
 
 
 class Update:
-    """Collects the passes of one batch's update as they are submitted; `finish` waits for all of them.
+    """One batch's update: collects its passes as they are submitted; `finish` waits for all of them.
 
-    The engine runs calls in the order they are made, so a pass can be submitted as soon as its data is there.
+    The engine runs calls in the order they are made, so a pass can be submitted as soon as its data is available.
     """
 
     def __init__(

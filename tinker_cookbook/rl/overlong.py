@@ -15,17 +15,17 @@ from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl.types import StopReason, Trajectory, TrajectoryGroup
 
 OVERLONG_METRIC_KEY = "overlong_penalty"
-"""Group metric of members: what `OverlongConfig.penalty_tokens` added to the reward, at most 0."""
+"""Group metric of members: the change of the reward by `OverlongConfig.penalty_tokens`, at most 0."""
 
 _TRUNCATED = frozenset({StopReason.MAX_TOKENS, StopReason.MAX_SAMPLED_TOKENS, StopReason.CONTEXT_OVERFLOW})
 
 
 @chz.chz(typecheck=True)
 class OverlongConfig:
-    """How to treat rollouts that are cut off, or nearly so."""
+    """How to treat rollouts that are truncated, or nearly so."""
 
     mask: bool = chz.field(
-        default=False, doc="rollouts that were cut off do not train; their rewards still count in the group's baseline"
+        default=False, doc="truncated rollouts do not train; their rewards still count in the group's baseline"
     )
     penalty_tokens: int = chz.field(
         default=0,
@@ -57,7 +57,7 @@ def soft_overlong_penalty(length: int, max_tokens: int, penalty_tokens: int) -> 
 
 
 def is_truncated(trajectory: Trajectory) -> bool:
-    """Whether a limit of tokens ended the rollout: its last reply has no stop token, or its tokens were used up."""
+    """Whether a token limit ended the rollout: its last reply has no stop token, or its token budget was used up."""
     last = trajectory.transitions[-1].ac if trajectory.transitions else None
     return trajectory.stop_reason in _TRUNCATED or (last is not None and last.stop_reason == "length")
 

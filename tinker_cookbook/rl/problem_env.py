@@ -41,7 +41,7 @@ class Reply:
     message: Message
     termination: ParseTermination
     stopped: bool
-    """sampling ended at a stop, and not at a limit of tokens"""
+    """sampling ended at a stop, not at a token limit"""
 
     @property
     def is_clean(self) -> bool:

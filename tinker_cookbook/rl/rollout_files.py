@@ -33,11 +33,11 @@ class StepRollouts:
 
     groups_P: Sequence[TrajectoryGroup | FailedGroup]
     versions_P: Sequence[int | None]
-    """optimizer updates that each group's policy had seen; None: not known"""
+    """number of optimizer updates of each group's policy; None: unknown"""
     advantages_P: Sequence[Advantages] = ()
     """for each member of the successful groups, in order; empty for an evaluation"""
     data_D: Sequence[tinker.Datum] = ()
-    """what was trained on"""
+    """the training data"""
     metadata_D: Sequence[DatumMetadata] = ()
     """group_idx counts the successful groups"""
     trainer_logprobs_D: Sequence[np.ndarray | None] = ()

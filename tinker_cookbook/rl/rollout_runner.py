@@ -63,7 +63,7 @@ class RolloutState:
     turn_index: int
     """turns recorded so far"""
     observation_tokens: int
-    """length of the prompt that would be next"""
+    """length of the next prompt"""
     sampled_tokens: int
     num_length_truncations: int
     """replies that were cut off without ending the rollout"""
@@ -85,7 +85,7 @@ class RolloutHooks:
         """Return the reason to record, or None to continue.
 
         Called when the env ends the episode, and between turns when `max_turns`, a token budget or the rollout's time
-        does. To continue then means one turn without that limit, from the env's last prompt. Not called for a timeout
+        does. Continuing then allows one turn without that limit, from the env's last prompt. Not called for a timeout
         within a turn or a first prompt that is too long: these cannot be undone.
         """
         return reason

@@ -35,9 +35,9 @@ class RolloutResult:
     envs: Sequence[Env]
     """the envs of these trajectories"""
     errors: list[RolloutError] = field(default_factory=list[RolloutError])
-    """failures that the strategy coped with"""
+    """failures that the strategy handled"""
     cleanups: AsyncExitStack | None = None
-    """to be closed once the group is graded; None: the builder's own cleanup is called"""
+    """closed once the group is graded; None: the builder's cleanup is called"""
 
 
 class RolloutStrategy(ABC):
@@ -150,7 +150,7 @@ class _Rounds:
     """group size -> members that must succeed"""
     fail_fast: bool = False
     done: dict[int, list[tuple[Trajectory, Env]]] = field(default_factory=dict[int, list[tuple[Trajectory, Env]]])
-    """by the env of make_envs: its one rollout, or the members that an EpisodeEnv gave"""
+    """by index of the env: its rollout, or the members of an EpisodeEnv"""
     size: int | None = None
     errors: list[Exception] = field(default_factory=list[Exception])
 

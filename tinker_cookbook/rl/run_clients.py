@@ -30,7 +30,7 @@ class Shared:
         self._made: dict[Hashable, asyncio.Future[Any]] = {}
 
     async def once(self, key: Hashable, make: Callable[[], Awaitable[T]]) -> T:
-        """The cached result of `make()` for this key. A failure is raised for all who wait, and not cached.
+        """The cached result of `make()` for this key. A failure is raised in all waiting callers, and not cached.
 
         Raises ConfigurationError when called from another event loop than the first time, as with a rollout executor.
         """

@@ -29,10 +29,10 @@ class WrappedTrajectoryGroup:
     trajectory_group: TrajectoryGroup | FailedGroup
     env_group_builder: EnvGroupBuilder
     sampling_client_step: int
-    """optimizer updates (batches) that the snapshot had seen"""
+    """number of optimizer updates (batches) of the snapshot"""
     seconds: float
     place: int = 0
-    """in its batch; from the batch's size on, it replaces another one"""
+    """index in its batch; from the batch's size on, it replaces another group"""
     replaced: tuple[WrappedTrajectoryGroup, ...] = ()
     """the groups without signal, or failed ones, that it replaces"""
 
@@ -42,7 +42,7 @@ class WrappedTrajectoryGroup:
 
 
 def with_replaced(groups: Sequence[WrappedTrajectoryGroup]) -> list[WrappedTrajectoryGroup]:
-    """The groups, and after them all that they replaced."""
+    """The groups, followed by all groups that they replaced."""
     return [*groups, *(earlier for group in groups for earlier in group.replaced)]
 
 

@@ -138,7 +138,7 @@ class RecordedMember:
     texts_T: list[str]
     """the text of each of its turns"""
     under: str | None = None
-    """the key of the content that takes it; None: it goes to the top level"""
+    """its key in the content; None: the top level"""
     first_round: int | None = None
     """for speeches: the round of the first one; None: rounds are not named"""
 
@@ -161,7 +161,7 @@ class Member:
     trajectory: Trajectory
     total_reward: float
     final_reward: float
-    """the part of the total that the group gave"""
+    """the part of the total from the group's reward"""
     metrics: Metrics
     trained: bool
     role: str
@@ -287,7 +287,7 @@ class EnvGroupBuilder(ABC):
     @property
     def coordinated(self) -> bool:
         """Whether members depend on each other while they play (opponents, a shared world). If so, none is ever run
-        alone: when one fails, the whole group is replayed or given up.
+        alone: when one fails, the whole group is replayed or fails.
         """
         return False
 
@@ -307,7 +307,7 @@ class EnvGroupBuilder(ABC):
         return None
 
     def describe_records(self, group: TrajectoryGroup, env_group: Sequence[Env]) -> list[Record]:
-        """The group's JSON files: what only the envs know, and whose turns to include; none by default."""
+        """The group's JSON files: data of the envs, and whose turns to include; none by default."""
         return []
 
     def member_roles(self, env_group: Sequence[Env]) -> list[str]:

@@ -42,12 +42,12 @@ class Entry(NamedTuple):
     content: dict[str, Any]
     """question, answer and metadata"""
     dataset: Any
-    """which scores it"""
+    """the dataset that scores it"""
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Generators and how often each is asked.
+    """Generators and their weights.
 
     Training items are numbers: number n of level l is item l * size + n.
     """
@@ -67,7 +67,7 @@ class Mixture:
         return rng.choices(range(len(self.generators)), [one.weight for one in self.generators])[0]
 
     def of_item(self, item: int, is_test: bool) -> Generator:
-        """The generator that an item is of."""
+        """The generator of an item."""
         return self.generators[self.generator(item if is_test else item % self.size, is_test)]
 
     def entry(self, item: int, is_test: bool) -> Entry:

@@ -80,7 +80,7 @@ def environment_config(
     """The `EnvConfig` of a taskset.
 
     Args:
-        taskset, env: plugins of verifiers (`plugin_id`). Without env it is the taskset's own, or else one agent per
+        taskset, env: plugins of verifiers (`plugin_id`). Without env: the taskset's own, or else one agent per
             task.
         taskset_args, env_args: fields of their configs; also of a role, as in {"solver": {"max_turns": 3}}.
         harness: for each role without one, unless the taskset has its own; None keeps verifiers' default.

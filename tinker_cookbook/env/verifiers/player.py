@@ -39,7 +39,7 @@ class Turn:
     """the messages up to and including the reply, in the program's form"""
     tools: Sequence[ToolSpec]
     parent: Turn | None
-    """the call whose tokens this one's prompt begins with"""
+    """the earlier call that this one's prompt extends"""
 
     @property
     def message(self) -> Message:

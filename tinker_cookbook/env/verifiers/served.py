@@ -62,10 +62,10 @@ class ServedConfig(vf.TasksetConfig):
     env_args: dict[str, Any] = {}  # noqa: RUF012 (a pydantic field)
     """arguments of the environment"""
     model_name: str = ""
-    """the model that plays, where its tokens are to be read as they were sampled (a training client); empty: replies are
+    """the model that plays, to use its sampled tokens unchanged (with a training client); empty: replies are
     read as text"""
     renderer_name: str | None = None
-    """how messages become tokens; None: as the model was made for"""
+    """how messages become tokens; None: the model's own renderer"""
     split: Literal["train", "test"] = "train"
     num_tasks: int = 100
     """most tasks; of questions, each once"""
@@ -290,7 +290,7 @@ def _written(renderer: Renderer, given: vf.AssistantMessage, cut: bool) -> list[
     spoken = renderer.build_supervised_example([*before, message])[0].to_ints()
     if spoken[: len(prompt)] != prompt:
         raise ConfigurationError(
-            f"{type(renderer).__name__} writes replies otherwise than it asks for them; give model_name"
+            f"{type(renderer).__name__} writes replies differently from its prompts; give model_name"
         )
     tokens = spoken[len(prompt) :]
     return strip_stop(renderer, tokens) if cut else tokens

@@ -46,7 +46,7 @@ def special_cases(rollout: WatchedRollout) -> str | tuple[None, dict[str, float]
 
 @dataclass(frozen=True)
 class _Case:
-    """Constants that something is compared with, and those that are the result then."""
+    """Constants that a value is compared with, and the constants that are the result then."""
 
     line: int
     given: list[Any] = field(default_factory=list[Any])
@@ -128,7 +128,7 @@ def _case_of(test: Mapping[str, Any], cases: Sequence[_Case]) -> _Case | None:
 
 
 def _same(value: Any, wanted: Any) -> bool:
-    """Whether two values print the same; tuples are lists, and the space around a text does not count."""
+    """Whether two values print the same; tuples equal lists, and space around a text is ignored."""
     return _plain(value) == _plain(wanted)
 
 

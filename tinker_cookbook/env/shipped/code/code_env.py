@@ -110,8 +110,8 @@ class CodeEnv(MessageEnv):
     """One problem, and up to `max_turns` programs for it.
 
     Args:
-        limits: of each test.
-        rewards: of programs.
+        limits: limits of each test.
+        rewards: rewards of programs.
     """
 
     def __init__(

@@ -35,7 +35,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Grade:
-    """How a program did, test by test."""
+    """The results of a program, test by test."""
 
     outcomes: tuple[Outcome, ...]
 
@@ -64,7 +64,7 @@ async def grade(
         tests: None: the problem's tests.
 
     Raises:
-        SandboxError: the sandbox failed; the program is not to blame.
+        SandboxError: the sandbox itself failed, not the program.
     """
     tests = problem.tests if tests is None else tests
     most = 2 * max(len(_as_text(test.output)) for test in tests) + OUTPUT_SLACK

@@ -36,7 +36,7 @@ SHOWN, CHECKED = (-3, 0, 2, 5), tuple(range(-12, 25))
 MOST_STEPS = 3
 LONGEST_REPLY = 200
 LARGEST = 10**12
-"""Beyond this, a reply is wrong."""
+"""Largest absolute value; a reply beyond it is wrong."""
 _STEPS: dict[str, tuple[str, Callable[[int, int], int], Sequence[int]]] = {
     "add {c}": ("{x} + {c}", lambda x, c: x + c, range(1, 10)),
     "subtract {c}": ("{x} - {c}", lambda x, c: x - c, range(1, 10)),

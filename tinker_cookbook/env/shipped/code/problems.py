@@ -84,7 +84,7 @@ def load_problems(
     Args:
         dataset: problems (shipped), deepcoder, a .jsonl, .csv or .parquet file, a hub id or a folder in the same form. A file
             has no test problems.
-        columns: where they have other names than COLUMNS.
+        columns: names of columns that differ from COLUMNS.
         bad: handles rows that are not problems; None: the first one raises.
 
     Raises:

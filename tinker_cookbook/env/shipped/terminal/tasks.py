@@ -57,7 +57,7 @@ def _texts(value: Any, name: str) -> dict[str, str]:
 
 
 def find_and_count(rng: random.Random) -> TerminalTask:
-    """A tree of files, in which some are to be counted."""
+    """A task to count some of the files in a tree."""
     word, other = rng.sample(WORDS, 2)
     ending = rng.choice(ENDINGS)
     files: dict[str, str] = {}
