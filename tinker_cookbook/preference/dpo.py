@@ -40,7 +40,7 @@ class DPOOptions(EpochOptions):
 
 @chz.chz(typecheck=True)
 class Config(DPOOptions, EpochConfig, learning_rate=1e-5):
-    """A DPO run. The batches of its data are pairs, chosen and rejected in turn (DPODatasetBuilderFromComparisons)."""
+    """A DPO run. The batches of its data are pairs, alternately chosen and rejected (DPODatasetBuilderFromComparisons)."""
 
     reference_model_name: str | None = chz.field(
         default=None, doc="a base model as the reference policy: short for reference.base_model"
@@ -137,7 +137,7 @@ def _check_lengths(parts: Sequence[torch.Tensor]) -> None:
 def check_pairs(data: Sequence[tinker.Datum], where: str, context: int | None = None) -> None:
     """Raise DataValidationError unless the datums are pairs that fit the context, with weights of 0 and 1."""
     if len(data) % 2 or not data:
-        raise DataValidationError(f"{where} has {len(data)} datums; DPO takes chosen and rejected in turn")
+        raise DataValidationError(f"{where} has {len(data)} datums; DPO takes chosen and rejected alternately")
     for i, datum in enumerate(data):
         weights = datum.loss_fn_inputs["weights"].to_torch()
         if not weights.any() or not ((weights == 0) | (weights == 1)).all():

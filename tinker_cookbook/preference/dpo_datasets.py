@@ -84,5 +84,5 @@ class DPODatasetBuilderFromComparisons(FromComparisons, ChatDatasetBuilder):
 def _without_ties(rows: Rows, which: str) -> Rows:
     kept = [row for row in rows if row.labeled.chosen is not None]
     if len(kept) < len(rows):
-        logger.info("%d of %d %s comparisons are ties, which DPO leaves out", len(rows) - len(kept), len(rows), which)
+        logger.info("%d of %d %s comparisons are ties, which DPO skips", len(rows) - len(kept), len(rows), which)
     return kept

@@ -79,9 +79,7 @@ def get_pairs_chunked(n: int, pattern: TournamentPattern, chunk_size: int) -> li
     Raises ConfigurationError for chunks of fewer than 2.
     """
     if chunk_size < 2:
-        raise ConfigurationError(
-            f"chunks of {chunk_size} leave everybody without an opponent; use chunks of at least 2"
-        )
+        raise ConfigurationError(f"chunks of {chunk_size} leave members without an opponent; use chunks of at least 2")
     starts = [start for start in range(0, n, chunk_size) if start == 0 or n - start > 1]
     return [
         (start + i, start + j)

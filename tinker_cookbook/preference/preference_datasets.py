@@ -99,7 +99,7 @@ class ComparisonDatasetBuilder(HoldOut):
             return hold_out(rows, 0, None, "the source of comparisons")[0], test
         if self.test_size and test is not None:
             raise ConfigurationError(
-                f"test_size={self.test_size}: the comparisons have a test set of their own; set test_size=0"
+                f"test_size={self.test_size}: the comparisons have their own test set; set test_size=0"
             )
         size = self.test_size if test is None else 0
         train, held_out = hold_out(rows, size, self.shuffle_seed, "the source of comparisons")
@@ -199,9 +199,7 @@ class Columns(NamedTuple):
         if self.prompt is None:
             prompt = _common_prefix(chosen, rejected)
             if not prompt:
-                raise ValueError(
-                    f"{self.chosen!r} and {self.rejected!r} have no beginning in common; name prompt_column"
-                )
+                raise ValueError(f"{self.chosen!r} and {self.rejected!r} have no common prefix; name prompt_column")
         else:
             prompt = turn_of_row(row, self.prompt, "user")
         replies = [
@@ -214,8 +212,8 @@ class Columns(NamedTuple):
             if reply[0]["role"] in ("system", "user"):
                 other = "the other reply" if self.prompt is None else repr(self.prompt)
                 raise ValueError(
-                    f"{name!r} has another prompt than {other}, and after what they share a {reply[0]['role']} message; both "
-                    "replies must answer one prompt (prompt_column=None: what chosen and rejected begin with)"
+                    f"{name!r} and {other} have different prompts: after their common prefix comes a {reply[0]['role']} message; "
+                    "both replies must answer one prompt (prompt_column=None: the common prefix)"
                 )
         return Comparison(prompt, *replies)
 

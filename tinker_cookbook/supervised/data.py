@@ -230,7 +230,7 @@ class StreamingSupervisedDatasetFromHFDataset(RowDataset):
         if row is None and self._position:
             if self._when_exhausted == "raise":
                 raise DataValidationError(
-                    f"the stream ended after {self._position} rows, and length={self.num_rows}: set length to what it has, or "
+                    f"the stream ended after {self._position} rows, and length={self.num_rows}: set length to its size, or "
                     "when_exhausted='restart' to fill the epoch with rows from its beginning"
                 )
             self._rounds += 1
@@ -394,7 +394,7 @@ def warn_about_changes(sample: Iterable[list[Message]], builder: ChatDatasetBuil
     stripped = sum(builder.renderer.without_reasoning(message) != message for message in replies)
     if stripped:
         logger.warning(
-            "reasoning stripped from %d messages of %d: %s trains none; a renderer of a model that thinks does",
+            "reasoning stripped from %d messages of %d: %s trains none; use the renderer of a reasoning model to train it",
             stripped,
             len(replies),
             type(builder.renderer).__name__,

@@ -61,7 +61,7 @@ class EpochBatch(NamedTuple):
 
 
 class EpochData:
-    """The data of a run, with all checks that need no model. What the checks read is cached.
+    """The data of a run, with all checks that need no model. Batches read by the checks are cached.
 
     Training batches come in increasing order; the order of each epoch depends only on the run's seed and the epoch.
 
@@ -152,7 +152,7 @@ def _check_resumed(config: EpochConfig, data: EpochData) -> None:
         )
     if (steps := record.get(SCHEDULE_KEY, data.steps)) != data.steps and config.lr_schedule != "constant":
         logger.warning(
-            "the run began with a %s schedule over %d steps and goes on with one over %d: the steps that are done keep their "
+            "the run began with a %s schedule over %d steps and continues with one over %d: the finished steps keep their "
             "learning rates, so the result is not that of a run of %d steps from the start",
             config.lr_schedule,
             steps,

@@ -31,7 +31,7 @@ def _as_rows(sources: Sequence[SupervisedDataset]) -> list[RowDataset]:
     for i, source in enumerate(sources):
         if not isinstance(source, RowDataset):
             raise ConfigurationError(
-                f"dataset {i} is a {type(source).__name__}, which gives batches only, and mixing takes single rows; make it a "
+                f"dataset {i} is a {type(source).__name__}, which has only batches; mixing needs single rows: make it a "
                 "RowDataset"
             )
     return cast(list[RowDataset], list(sources))

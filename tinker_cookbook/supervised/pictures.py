@@ -187,7 +187,7 @@ class ClassifierDatasetBuilder(ClassifierKeys, RendererConfig, SupervisedDataset
         renderer = get_renderer_of_model(self.renderer_name, self.model_name_for_tokenizer)
         if not renderer.reads_images:
             raise ConfigurationError(
-                f"renderer_name={self.renderer_name!r} reads text only; name that of a model that sees, qwen3_vl_instruct "
+                f"renderer_name={self.renderer_name!r} reads text only; use that of a vision-language model, qwen3_vl_instruct "
                 "for example"
             )
         return renderer

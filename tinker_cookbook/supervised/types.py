@@ -150,7 +150,7 @@ class ExampleSizes(BatchSize, FieldGroup):
     """How many examples, and how long."""
 
     max_length: int | None = chz.field(
-        default=512, doc="longest example in tokens; what is beyond is cut off; None: no limit"
+        default=512, doc="longest example in tokens; longer ones are truncated; None: no limit"
     )
 
     @chz.validate

@@ -24,7 +24,7 @@ DATASETS = "tinker_cookbook.recipes.chat_sl.chat_datasets"
 class Config(
     ModelKey, RendererKey, ConversationKeys, model_name="meta-llama/Llama-3.1-8B", max_length=None, batch_size=EXAMPLES
 ):
-    """What to show."""
+    """The dataset to show, and how it is rendered."""
 
     DOCS = docs(
         model_name="model whose tokenizer is used",

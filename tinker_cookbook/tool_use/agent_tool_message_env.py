@@ -58,7 +58,7 @@ class AgentToolMessageEnv(MessageEnv):
     `max_tool_calls` or `tool_stopped`, with value 1.
 
     A reply whose calls all fail to parse is a parse error, and is not graded: a `parse_error_policy` answers it;
-    without one, it gets `failed_parse_reward`; if `tool_errors` is set, that decides instead. If a reply also has a
+    without one, it gets `failed_parse_reward`; `tool_errors` overrides both. If a reply also has a
     valid call, that one runs and the others are answered with their errors, without a penalty.
 
     Args:

@@ -221,7 +221,7 @@ _handling: list[Interrupts] = []
 
 @contextmanager
 def ends_between_steps() -> Generator[Ending]:
-    """Context for a program that takes steps: gives an `Ending`, which is told of signals within `interruptible`."""
+    """Context for a program that takes steps: gives an `Ending`, which is notified of signals within `interruptible`."""
     interrupts = _handling[-1] if _handling else None
     ending = Ending(interrupts)
     if interrupts is None:

@@ -151,7 +151,7 @@ class Trace(Node):
 
     kind: Kind = "section"
     path: Path | None = None
-    """where it is written"""
+    """path of its page"""
     started_at: datetime = field(default_factory=datetime.now)
 
     def head_html(self, theme: Theme | None = None, title: str | None = None, extra_head: str | None = None) -> str:
