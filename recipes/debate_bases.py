@@ -33,7 +33,7 @@ class BasesKeys(FieldGroup):
     """Base models, some of which are made."""
 
     base_models: tuple[str, ...] = chz.field(
-        default=(), doc="folders or ids of base models, besides those of base_seeds"
+        default=(), doc="folders or ids of base models, in addition to those of base_seeds"
     )
     base_seeds: tuple[int, ...] = chz.field(
         default=(),
@@ -44,7 +44,7 @@ class BasesKeys(FieldGroup):
         default_factory=dict,
         doc=f"base.<key>=value: a key of {TOOL} for the models of base_seeds, such as base.share=0.5",
     )
-    bases_dir: str = chz.field(default=BASES_DIR, doc="folder that keeps the models of base_seeds")
+    bases_dir: str = chz.field(default=BASES_DIR, doc="folder for the models of base_seeds")
 
     @chz.validate
     def _check_bases(self) -> None:

@@ -43,8 +43,8 @@ class CellKeys(BasesKeys, StudyFolder, FieldGroup, processes=2):
 
     worlds: dict[str, str] = chz.field(
         default_factory=dict,
-        doc="worlds.<label>='key=value key=value': keys of debate_study for a task or a length of its own, with base models of "
-        "its own if it names base_models or base_seeds",
+        doc="worlds.<label>='key=value key=value': keys of debate_study for another task or length, with other base models "
+        "if it names base_models or base_seeds",
     )
 
     @chz.validate
@@ -269,5 +269,5 @@ def at_budget(run: Run, budget: str, x: float, values: Callable[[Measured], Sequ
 
 
 def least(runs: Sequence[Run], budget: str) -> float:
-    """The budget that all of these runs have taken."""
+    """The budget that every one of these runs has used up."""
     return min(BUDGETS[budget](run.points[-1]) for run in runs)

@@ -40,7 +40,7 @@ class FigureConfig(CellKeys):
     """The figure and its settings."""
 
     DOCS = docs(
-        seeds="a run of each signal for each of these; quick: the first alone",
+        seeds="a run of each signal for each of these; quick: only the first",
         base_seeds=f"seeds of base models, as in debate_study; default: {FULL.base_seeds}, quick only tiny_debate",
         set="set.<key>=value: a key of debate_study, the same in every run; set.tokens=48000 for example",
     )
@@ -48,12 +48,12 @@ class FigureConfig(CellKeys):
     figure: Literal["phase", "kenton", "persuasiveness", "bias", "budgets"] = chz.field(doc="which to make")
     errors: tuple[float, ...] = chz.field(
         default=(),
-        doc=f"of phase, kenton, persuasiveness: the judge's error rates; default {FULL.errors}, quick {QUICK.errors}",
+        doc=f"figure=phase, kenton or persuasiveness: the judge's error rates; default {FULL.errors}, quick {QUICK.errors}",
     )
-    biases: tuple[str, ...] = chz.field(default=tuple(BIASES), doc=f"of bias: which of {', '.join(BIASES)}")
+    biases: tuple[str, ...] = chz.field(default=tuple(BIASES), doc=f"figure=bias: which of {', '.join(BIASES)}")
     bias_rates: tuple[float, ...] = chz.field(
         default=(),
-        doc=f"of bias: their sizes (step_judge.bias_rate); default {FULL.bias_rates}, quick {QUICK.bias_rates}",
+        doc=f"figure=bias: their sizes (step_judge.bias_rate); default {FULL.bias_rates}, quick {QUICK.bias_rates}",
     )
     protocols: tuple[str, ...] = chz.field(default=(), doc=f"the signals; default {_SIGNALS_DOC}")
     best_of: tuple[int, ...] = chz.field(
@@ -72,7 +72,7 @@ class FigureConfig(CellKeys):
         if any(not 0 <= rate < 1 for rate in (*self.errors, *self.bias_rates)):
             raise ConfigurationError("errors and bias_rates: shares from 0 to below 1")
         if list(self.best_of) != sorted({*self.best_of}) or self.best_of[:1] != (1,):
-            raise ConfigurationError(f"best_of={self.best_of}: must rise, from 1")
+            raise ConfigurationError(f"best_of={self.best_of}: must increase, from 1")
         if any(self.best_of[-1] % n for n in self.best_of):
             raise ConfigurationError(
                 f"best_of={self.best_of}: each must divide the last, which is how many are sampled"

@@ -103,7 +103,7 @@ async def _open_players(cli: CLIConfig) -> dict[str, Policy]:
     ids.
     """
     weights = {name: _weights(name) for name in cli.players if name not in DEBATERS}
-    weights = weights or {"": WeightsConfig(base_model=shipped_model(default_model()))}  # the tokens that they speak in
+    weights = weights or {"": WeightsConfig(base_model=shipped_model(default_model()))}  # the tokens that they exchange
     opened = {
         name: await chz.replace(config, renderer_name=cli.renderer_name).open_policy(f"players: {name}")
         for name, config in weights.items()

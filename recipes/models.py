@@ -38,7 +38,7 @@ ORGANIZATIONS = {
 }
 RANK = 32
 REFUSED = "no: "
-"""How the answer about the local engine begins for a model that it refuses."""
+"""Prefix of the answer for a model that the local engine does not support."""
 
 
 @chz.chz(typecheck=True)

@@ -173,7 +173,7 @@ async def main(cli: CLIConfig) -> None:
     backends.check_backend(cli.backend, cli.model_name, cli.base_url)
     if cli.loss_fn == STABLE_REINFORCE:
         raise ConfigurationError(
-            f"loss_fn={STABLE_REINFORCE} asks which samples each datum is made of, which a run's files do not say; give "
+            f"loss_fn={STABLE_REINFORCE} needs the samples of each datum, which a run's files do not record; give "
             "loss_fn=ppo, for example"
         )
     check_loss(cli.loss_fn, cli.loss_fn_config, backends.resolve_backend(cli.backend))

@@ -99,7 +99,7 @@ class CLIConfig(WarmUpDataConfig, num_test=32, metrics_json=True):
         default=None, doc="rollouts per step, instead of groups_per_batch: a multiple of group_size"
     )
     api_key_env: str | None = chz.field(default=None, doc="variable that holds the key of the hosted service")
-    api_key: str | None = chz.field(default=None, doc="the key itself; it is written nowhere")
+    api_key: str | None = chz.field(default=None, doc="the key itself; it is never written to a file")
 
     @classmethod
     def read_arguments(cls, arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:

@@ -89,7 +89,7 @@ class Things:
 
 @dataclass(frozen=True)
 class ScriptedAnswerer:
-    """Knows only the attributes."""
+    """The answerer that only knows the attributes."""
 
     things: Things
 

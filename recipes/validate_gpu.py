@@ -207,7 +207,7 @@ def checks(cli: CLIConfig, output: Path) -> Iterator[Row]:
         "logprobs",
         ["-m", "tinker_local_backend.check_logprobs", f"model={cli.model_name}", "max_tokens=32"],
         lambda log: (log.splitlines()[-1:] == ["ok"], log.splitlines()[-2]),
-        "sampler and trainer disagree: do not train before this passes (weights or dtypes that differ, a broken kernel)",
+        "sampler and trainer disagree: do not train before this passes (different weights or dtypes, a broken kernel)",
     )
     with Utilisation(torch.cuda.is_available()) as utilisation:
         for run in training_runs(cli):
@@ -230,7 +230,7 @@ def checks(cli: CLIConfig, output: Path) -> Iterator[Row]:
             output / f"{run.folder}_files.log",
             f"files of {run.name}",
             ["-m", "recipes.check_artifacts"],
-            lambda log: (True, "complete, and their numbers fit each other"),
+            lambda log: (True, "complete and consistent"),
             "the run's folder lacks files, or their numbers are inconsistent: see the log",
             hidden=[f"log_path={folder}"],
             shown=[f"log_path={run.folder}"],
@@ -238,7 +238,7 @@ def checks(cli: CLIConfig, output: Path) -> Iterator[Row]:
     yield _row(
         "utilisation",
         utilisation.verdict,
-        "the device stood idle: the work was done elsewhere, or it waits for the CPU",
+        "the device was idle: the work ran elsewhere, or it waits for the CPU",
     )
 
 
