@@ -60,7 +60,7 @@ def settle_system(cli: CLIConfig) -> tuple[str | None, str | None]:
     if cli.system is not None:
         raise ConfigurationError("system and run_system are given: give one of them")
     if trained_under is None:
-        where = f"log_path={cli.log_path!r} tells of none" if cli.log_path is not None else "no log_path is given"
+        where = f"log_path={cli.log_path!r} has none" if cli.log_path is not None else "no log_path is given"
         raise ConfigurationError(f"run_system=True takes the system prompt of a run, but {where}; set system= instead")
     return trained_under, trained_under
 

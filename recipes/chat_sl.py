@@ -19,7 +19,7 @@ from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.outcome import RunSummary
 from tinker_cookbook.supervised import train
-from tinker_cookbook.supervised.hub import HUB_CHATS, SHIPPED, chat_dataset_builder, is_of_hub
+from tinker_cookbook.supervised.hub import HUB_CHATS, SHIPPED, chat_dataset_builder, is_hub_dataset
 from tinker_cookbook.supervised.mixture import InterleavedDatasetBuilder
 
 RECIPE = "chat_sl"
@@ -62,7 +62,7 @@ def build_config(cli: CLIConfig) -> train.Config:
     names, shares = parse_mixture(cli.mixture)
     cli = for_model(cli)
     settings = chat_settings(cli)
-    with_options = [name for name in names if is_of_hub(name)] or names  # rejected if no dataset is from the hub
+    with_options = [name for name in names if is_hub_dataset(name)] or names  # rejected if no dataset is from the hub
     builder = InterleavedDatasetBuilder(
         sources=[
             chat_dataset_builder(name, settings, cli.test_size, cli.seed, cli.hub if name in with_options else None)

@@ -1,4 +1,4 @@
-"""Whether a run's folder has every file that a reinforcement learning run leaves, and whether their numbers fit each other.
+"""Check that the folder of a reinforcement learning run has all its files, and that their numbers are consistent.
 
     python -m recipes.check_artifacts log_path=runs/debate
 
@@ -54,7 +54,7 @@ class Run:
         self.config = read_json_object(folder / "config.json", "it is not the folder of a run")
         metadata = folder / METADATA_BASE_NAME
         self.version = folder_version(read_json_object(metadata, "") if metadata.exists() else {})
-        """that it was started with; 0 if unknown, which check_metadata reports"""
+        """folder version of the run; 0 if unknown, which check_metadata reports"""
         self.rows = read_metrics(folder)
         self.steps = [row for row in self.rows if "groups/sampled" in row]
         self.writes_records: bool = self.config.get("write_records", True)
@@ -72,7 +72,7 @@ def check_metadata(run: Run) -> Problems:
     metadata = _metadata(run)
     yield from (f"run_metadata.json has no {key!r}" for key in ("argv", "versions") if not metadata.get(key))
     if run.version > FOLDER_VERSION:
-        yield f"run_metadata.json: folder_version {run.version} is of later code; these checks know up to {FOLDER_VERSION}"
+        yield f"run_metadata.json: folder_version {run.version} is from later code; these checks support up to {FOLDER_VERSION}"
 
 
 def check_resumes(run: Run) -> Problems:
@@ -197,7 +197,7 @@ def check_transcripts(run: Run) -> Problems:
 
 
 SINCE = {"resumes": 1}
-"""Check -> the version from which folders have what it looks for; the others: 0."""
+"""Check -> the first folder version that it applies to; others: 0."""
 
 
 def checks(run: Run) -> dict[str, Callable[[Run], Problems]]:

@@ -107,7 +107,7 @@ class RateKey(FieldGroup):
 
 @chz.chz(typecheck=True)
 class ExistingFolderKey(FieldGroup):
-    """What to do with a folder that exists."""
+    """How to handle an existing folder."""
 
     behavior_if_log_dir_exists: LogdirBehavior = chz.field(default="ask", doc="ask, resume, delete or raise")
 
@@ -146,7 +146,7 @@ class CommonConfig(DefaultModel, RateKey, RunName, FolderKeys, RunOptions):
             override(cls, "learning_rate", doc=f"peak learning rate; {rates.doc}")
 
     def fill(self, config_cls: type[T], **given: Any) -> T:
-        """A library config from the keys of the same names, overridden by `given`: what the recipe itself decides."""
+        """A library config from the keys of the same names, overridden by `given`, the recipe's own settings."""
         return fields.fill(config_cls, self, **given)
 
     @property

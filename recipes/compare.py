@@ -59,7 +59,7 @@ class CLIConfig(Seeds, ResultKeys):
     )
     metric: str = chz.field(default="test/env/all/correct", doc="what is compared")
     tokens: float | None = chz.field(
-        default=None, doc="sampled tokens at which to compare; None: what every run reached"
+        default=None, doc="sampled tokens at which to compare; None: the largest number that every run reached"
     )
 
     @chz.validate

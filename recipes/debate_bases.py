@@ -1,4 +1,4 @@
-"""Base models of the debate study, made once by `tools.make_tiny_debate` and kept: one for each seed and setting.
+"""Base models of the debate study, made once by `tools.make_tiny_debate` and cached: one per seed and setting.
 
 A folder is there whole or not at all, so an interrupted study makes the missing ones when it is resumed.
 """
@@ -33,7 +33,7 @@ class BasesKeys(FieldGroup):
     """Base models, some of which are made."""
 
     base_models: tuple[str, ...] = chz.field(
-        default=(), doc="folders or ids of base models, besides those of base_seeds"
+        default=(), doc="folders or ids of base models, in addition to those of base_seeds"
     )
     base_seeds: tuple[int, ...] = chz.field(
         default=(),
@@ -44,7 +44,7 @@ class BasesKeys(FieldGroup):
         default_factory=dict,
         doc=f"base.<key>=value: a key of {TOOL} for the models of base_seeds, such as base.share=0.5",
     )
-    bases_dir: str = chz.field(default=BASES_DIR, doc="folder that keeps the models of base_seeds")
+    bases_dir: str = chz.field(default=BASES_DIR, doc="folder for the models of base_seeds")
 
     @chz.validate
     def _check_bases(self) -> None:
@@ -61,10 +61,10 @@ def base_name(seed: int, keys: Mapping[str, str]) -> str:
 
 
 async def made_bases(cli: BasesKeys, at_once: int, say: Callable[[str], None]) -> tuple[str, ...]:
-    """The base models of `base_seeds`, in order; those that are missing are made, after a line that says how long it takes.
+    """The base models of `base_seeds`, in order; missing ones are made, after a line with the estimated time.
 
     Args:
-        at_once: models that are made side by side, each on a core of its own.
+        at_once: models that are made concurrently, each on a separate core.
         say: receives each line for the terminal.
 
     Raises:
@@ -114,7 +114,7 @@ async def _make(places: Mapping[int, str], keys: Mapping[str, str], at_once: int
             try:
                 await start(_run_tool, arguments, log)
             except ProcessDiedError as error:
-                raise TrainingError(f"base model of seed {seed}: {error}; what {TOOL} said is in {log}") from error
+                raise TrainingError(f"base model of seed {seed}: {error}; the output of {TOOL} is in {log}") from error
             say(f"base model of seed {seed}: {place}")
 
         async with asyncio.TaskGroup() as group:

@@ -1,6 +1,6 @@
 """Figures of the debate study: many small studies in one folder, with their expected hours, resumed by the same command.
 
-A cell is a study (`recipes.debate_study`) of its own, in a folder of its own; here cells are planned, run and measured.
+A cell is one study (`recipes.debate_study`) in its own folder; this module plans, runs and measures cells.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class CellKeys(BasesKeys, StudyFolder, FieldGroup, processes=2):
 
     worlds: dict[str, str] = chz.field(
         default_factory=dict,
-        doc="worlds.<label>='key=value key=value': keys of debate_study for a task or a length of its own, with base models of "
-        "its own if it names base_models or base_seeds",
+        doc="worlds.<label>='key=value key=value': keys of debate_study for another task or length, with other base models "
+        "if it names base_models or base_seeds",
     )
 
     @chz.validate
@@ -55,16 +55,16 @@ class CellKeys(BasesKeys, StudyFolder, FieldGroup, processes=2):
 
 @dataclass(frozen=True)
 class Cell:
-    """A study among those of a figure."""
+    """One study of a figure."""
 
     axes: Mapping[str, str | float]
-    """what tells it from the others"""
+    """distinguishes it from the others"""
     keys: tuple[str, ...] = ()
     """key=value of debate_study, in addition to those of all cells; later ones take precedence"""
 
     @property
     def name(self) -> str:
-        """Of its folder."""
+        """The name of its folder."""
         return run_name(self.axes) or "study"
 
 
@@ -256,7 +256,7 @@ BUDGETS: Mapping[str, Callable[[Any], float]] = {
     "judge checks": lambda point: float(point.checks),
     "CPU seconds": lambda point: float(point.cpu_seconds),
 }
-"""What a run had taken at a point of it."""
+"""The cost of a run up to a point of it."""
 
 
 def at_budget(run: Run, budget: str, x: float, values: Callable[[Measured], Sequence[float]]) -> list[float]:
@@ -269,5 +269,5 @@ def at_budget(run: Run, budget: str, x: float, values: Callable[[Measured], Sequ
 
 
 def least(runs: Sequence[Run], budget: str) -> float:
-    """The budget that all of these runs have taken."""
+    """The budget that every one of these runs has used up."""
     return min(BUDGETS[budget](run.points[-1]) for run in runs)

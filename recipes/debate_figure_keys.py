@@ -1,4 +1,4 @@
-"""The keys of recipes.debate_figures, and what its two forms run."""
+"""The keys of recipes.debate_figures, and the defaults of its two forms."""
 
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
@@ -37,10 +37,10 @@ _SIGNALS_DOC = "; ".join(f"of {figure} {','.join(signals)}" for figure, signals 
 
 @chz.chz(typecheck=True)
 class FigureConfig(CellKeys):
-    """Which figure, of what."""
+    """The figure and its settings."""
 
     DOCS = docs(
-        seeds="a run of each signal for each of these; quick: the first alone",
+        seeds="a run of each signal for each of these; quick: only the first",
         base_seeds=f"seeds of base models, as in debate_study; default: {FULL.base_seeds}, quick only tiny_debate",
         set="set.<key>=value: a key of debate_study, the same in every run; set.tokens=48000 for example",
     )
@@ -48,21 +48,21 @@ class FigureConfig(CellKeys):
     figure: Literal["phase", "kenton", "persuasiveness", "bias", "budgets"] = chz.field(doc="which to make")
     errors: tuple[float, ...] = chz.field(
         default=(),
-        doc=f"of phase, kenton, persuasiveness: the judge's error rates; default {FULL.errors}, quick {QUICK.errors}",
+        doc=f"figure=phase, kenton or persuasiveness: the judge's error rates; default {FULL.errors}, quick {QUICK.errors}",
     )
-    biases: tuple[str, ...] = chz.field(default=tuple(BIASES), doc=f"of bias: which of {', '.join(BIASES)}")
+    biases: tuple[str, ...] = chz.field(default=tuple(BIASES), doc=f"figure=bias: which of {', '.join(BIASES)}")
     bias_rates: tuple[float, ...] = chz.field(
         default=(),
-        doc=f"of bias: their sizes (step_judge.bias_rate); default {FULL.bias_rates}, quick {QUICK.bias_rates}",
+        doc=f"figure=bias: their sizes (step_judge.bias_rate); default {FULL.bias_rates}, quick {QUICK.bias_rates}",
     )
     protocols: tuple[str, ...] = chz.field(default=(), doc=f"the signals; default {_SIGNALS_DOC}")
     best_of: tuple[int, ...] = chz.field(
         default=(1, 2, 4, 8, 16),
-        doc="of persuasiveness: values of N, the number of speeches of which the judge's favourite is taken; rising",
+        doc="figure=persuasiveness: values of N, the number of speeches of which the judge's favourite counts; increasing",
     )
     lm_judge: bool = chz.field(
         default=True,
-        doc="of kenton and persuasiveness: also judge with the base model itself, next to judges of known error",
+        doc="figure=kenton or persuasiveness: also judge with the base model itself, next to judges of known error",
     )
 
     @chz.validate
@@ -72,13 +72,13 @@ class FigureConfig(CellKeys):
         if any(not 0 <= rate < 1 for rate in (*self.errors, *self.bias_rates)):
             raise ConfigurationError("errors and bias_rates: shares from 0 to below 1")
         if list(self.best_of) != sorted({*self.best_of}) or self.best_of[:1] != (1,):
-            raise ConfigurationError(f"best_of={self.best_of}: must rise, from 1")
+            raise ConfigurationError(f"best_of={self.best_of}: must increase, from 1")
         if any(self.best_of[-1] % n for n in self.best_of):
             raise ConfigurationError(
                 f"best_of={self.best_of}: each must divide the last, which is how many are sampled"
             )
         if self.protocols and self.figure not in SIGNALS_OF:
-            raise ConfigurationError(f"protocols: figure={self.figure} has signals of its own; leave it out")
+            raise ConfigurationError(f"protocols: figure={self.figure} has its own signals; leave it out")
 
     def settled(self) -> "FigureConfig":
         """With the form's defaults for keys that are not given."""
@@ -94,6 +94,6 @@ class FigureConfig(CellKeys):
 
     @property
     def signals(self) -> tuple[str, ...]:
-        """Those of the figure, including direct judging where they are compared with it."""
+        """The signals of the figure, including direct judging if they are compared with it."""
         given = self.protocols or SIGNALS_OF[self.figure]
         return given if self.figure == "bias" or DIRECT in given else (*given, DIRECT)

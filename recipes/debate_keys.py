@@ -25,7 +25,7 @@ GROUPS = (4, 8)
 
 
 class Setting(NamedTuple):
-    """What is tuned for each protocol."""
+    """The settings tuned for each protocol."""
 
     learning_rate: float
     group_size: int
@@ -36,7 +36,7 @@ class Setting(NamedTuple):
 
 @chz.chz(typecheck=True)
 class Compared:
-    """What is compared."""
+    """The comparison of a study."""
 
     protocols: tuple[str, ...] = chz.field(default=OVERSIGHT, doc=f"which to compare: {', '.join(SIGNALS)}")
     tokens: int = chz.field(
@@ -53,18 +53,18 @@ class TuneKeys:
     tune: bool = chz.field(
         default=False,
         doc="first choose a learning rate and a group size for each protocol: a run of each on the first base model, by the "
-        "right answers to questions that are kept from those of training and are not the held-out ones",
+        "right answers to questions that are kept out of training and are not the held-out ones",
     )
     tune_rates: tuple[float, ...] = chz.field(
         default=(),
         doc=f"learning rates to try; default: {RATE_FACTORS} times learning_rate, quick {QUICK_RATE_FACTORS}",
     )
     tune_groups: tuple[int, ...] = chz.field(
-        default=(), doc=f"rollouts per question to try, even; default: {GROUPS}, quick the study's own alone"
+        default=(), doc=f"rollouts per question to try, even; default: {GROUPS}, with quick only the study's own"
     )
     tune_items: int = chz.field(
         default=20,
-        doc="questions that the choice is made by, taken from those of training",
+        doc="training questions set aside for the choice",
         validator=chz.validators.gt(0),
     )
 
@@ -98,14 +98,14 @@ class StudyConfig(
 
     DOCS = docs(
         seeds="a run of each protocol for each of these",
-        processes="runs at a time, each on a core of its own",
+        processes="concurrent runs, each on a separate core",
         base_models="folders or ids of base models, each studied with every protocol and seed; default: model_name",
-        quick=f"the first seed alone and {QUICK_TOKENS:,} tokens: some minutes on two idle cores",
+        quick=f"only the first seed and {QUICK_TOKENS:,} tokens: some minutes on two idle cores",
     )
 
     folds: tuple[str, ...] = chz.field(
         default=(),
-        doc="data sets of the task in place of dataset: each run trains a policy on each, and the held-out questions of all "
+        doc="datasets of the task instead of dataset: each run trains a policy on each, and the held-out questions of all "
         "count as one test set. For collatz facts,other_facts: each planted fact is asked of policies that never trained on it",
     )
     batch_tokens: int | None = chz.field(
@@ -116,7 +116,7 @@ class StudyConfig(
     samples: int = chz.field(default=4, doc="answers to each held-out item; even", validator=chz.validators.gt(0))
     curves: int = chz.field(
         default=0,
-        doc="points of each run at which its policy is measured, the last one included; 0: after training alone",
+        doc="points of each run at which its policy is measured, including the last one; 0: only after training",
         validator=chz.validators.ge(0),
     )
 
@@ -153,12 +153,12 @@ class StudyConfig(
         return for_model(chz.replace(self, model_name=base) if base else self)
 
     def settled(self) -> "StudyConfig":
-        """With what `quick` means."""
+        """With the settings of `quick`."""
         quick = {"seeds": self.seeds[:1], "tokens": min(self.tokens, QUICK_TOKENS)}
         return chz.replace(self, **quick) if self.quick else self
 
     def with_setting(self, setting: Setting | None) -> "StudyConfig":
-        """With a tuned learning rate and group size; None: as it is."""
+        """With a tuned learning rate and group size; None: unchanged."""
         if setting is None:
             return self
         rollouts = setting.group_size * self.num_groups

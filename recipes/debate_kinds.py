@@ -28,7 +28,7 @@ from tinker_cookbook.utils.intervals import DIFFERENCE_OF_RATES, RATE, Estimate
 from tinker_cookbook.utils.lazy import np
 
 POINTS = 4
-"""Of a run, at which its policy is measured."""
+"""Points of a run at which its policy is measured."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Drawn:
     panels: Mapping[str, tuple[Sequence[Curve], str, str]]
     """title -> curves, label of the x axis, label of the y axis"""
     scope: str
-    """over what its intervals are"""
+    """the units that its intervals are over"""
     words: Sequence[str] = field(default=())
 
 
@@ -48,7 +48,7 @@ def form_of(cli: FigureConfig) -> Form:
 
 
 def scope_of(runs: Sequence[Run]) -> str:
-    """Over what the intervals of these runs are."""
+    """The units that the intervals of these runs are over."""
     bases, seeds, steps = len(by_base(runs)), len({run.seed for run in runs}), runs[0].steps
     over_what = [f"{bases} base models"] if bases > 1 else []
     over_what += [f"{seeds} run seeds"] if steps and seeds > 1 else []
@@ -123,7 +123,7 @@ KENTON_ROWS: Mapping[str, tuple[str, Callable[[Measured], Sequence[float]]]] = {
     "debate, assigned": ("debate", lambda measured: measured.prefers_I),
     "debate, open": ("debate", lambda measured: measured.judge_right_I),
 }
-"""Of Kenton et al. 2024: protocol, and how often its judge is right about each question."""
+"""As in Kenton et al. 2024: protocol -> how often its judge is right about each question."""
 KENTON_NOTE = (
     "The judge checks no step (naive), a random one (direct), the author's (consultancy) or the opponent's (debate). "
     "Assigned: half right and half wrong answers, the speaker's own of each kind, to questions with both: an answer that is "
@@ -136,7 +136,7 @@ async def kenton(cli: FigureConfig, folder: Path) -> Drawn | None:
     worlds = world_cells(cli, {"trails": "dataset=trails", "facts": "dataset=facts"})
     judges = {f"error={error:g}": (f"step_judge.error_rate={error}",) for error in cli.errors}
     judges |= {"lm": ("step_judge.name=lm",)} if cli.lm_judge else {}
-    # Without speeches and checks the judge makes no difference: measure with the first one alone.
+    # Without speeches and checks the judge makes no difference: measure only with the first one.
     asked = {judge: JUDGED if i else ("format", *JUDGED) for i, judge in enumerate(judges)}
     cells = [
         Cell({"task": world, "judge": judge}, (*keys, *of_judge, f"protocols={','.join(asked[judge])}"))
@@ -249,7 +249,7 @@ def _over_budget(
     bounds: tuple[float, float],
     part: str | None = None,
 ) -> Estimate:
-    """Of the policies of runs once they had used `x` of a budget."""
+    """Measurements of the runs' policies after `x` of a budget."""
     return over(runs, lambda run: at_budget(run, budget, x, values), bounds, part)
 
 
@@ -315,7 +315,7 @@ def _lead_at(runs: Sequence[Run], others: Sequence[Run], budget: str, x: float, 
 
 
 def _spent(runs: Sequence[Run]) -> Section:
-    """What each signal took, and with which settings."""
+    """The cost and the settings of each signal."""
     rows: list[list[str]] = []
     for protocol in dict.fromkeys(run.protocol for run in runs):
         of_one = of_protocol(runs, protocol)

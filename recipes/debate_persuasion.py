@@ -139,7 +139,7 @@ async def speak(configs: Mapping[str, StudyConfig], count: int) -> list[dict[str
     against either is to convince each judge. A speech that names no step of the answer convinces no judge.
 
     Args:
-        configs: judge -> keys of a study, which differ in the judge alone.
+        configs: judge -> keys of a study, which differ only in the judge.
     """
     cli = next(iter(configs.values()))
     client = await cli.fill(WeightsConfig, base_model=cli.model_name, load_checkpoint_path=None).open("the debaters")

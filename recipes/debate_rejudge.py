@@ -39,7 +39,7 @@ class CLIConfig(SavedDebates, Judged, ResultKeys):
     DOCS = docs(judge="settings that all of them share: weights, temperature, both_orders, votes, ...")
 
     judges: tuple[str, ...] = chz.field(default=("key",), doc=f"which judges: {JUDGE_NAMES}, or custom ones")
-    without_speeches: bool = chz.field(default=False, doc="show the answers alone")
+    without_speeches: bool = chz.field(default=False, doc="show only the answers")
     max_debates: int | None = chz.field(default=None, doc="use only the first ones, this many; None: all")
 
 

@@ -1,4 +1,4 @@
-"""One run of the debate study: a policy that is trained by a signal, and what it answers before, on the way and after."""
+"""One run of the debate study: train a policy by a signal, and record its answers before, during and after."""
 
 import itertools
 import time
@@ -203,7 +203,7 @@ def _between(folders: Sequence[Path], steps: int) -> list[tuple[int, list[str]]]
 
 
 def spent(rows_F: Sequence[Sequence[Mapping[str, Any]]], step: int, measured: Measured) -> Point:
-    """What a run had used after `step` steps, from its metrics.jsonl; the mean over its folds.
+    """The cost of a run after `step` steps, from its metrics.jsonl; the mean over its folds.
 
     CPU time is that between its evaluations. In a run that went on in another process, what the first did after its last
     evaluation is missing from it.
@@ -246,5 +246,5 @@ def run_process(
             with closing_clients(), label(what):
                 run = interrupts.run(run_one(cli.with_setting(setting), log_path, base, protocol, seed, before, kept))
         except KeyboardInterrupt:
-            raise TrainingError(f"{what}: interrupted; what it did is saved") from None
+            raise TrainingError(f"{what}: interrupted; its progress is saved") from None
     return run if setting is None else replace(run, **setting._asdict())

@@ -135,7 +135,7 @@ def _as_now(config: dict[str, Any]) -> dict[str, Any]:
 
 
 class Study:
-    """A study in progress: what is finished, and what was measured before training."""
+    """A study in progress: finished runs, and measurements before training."""
 
     def __init__(self, cli: StudyConfig, bases: Mapping[str, StudyConfig], folder: Path) -> None:
         """`cli`: settled; `bases`: its keys for each base model."""
@@ -157,7 +157,7 @@ class Study:
         }
 
     async def measure_before(self) -> float | None:
-        """Measure what is missing. Returns its seconds per sampled token; None if nothing was missing."""
+        """Make the missing measurements. Returns their seconds per sampled token; None if none was missing."""
         started, measured = time.perf_counter(), 0.0
         for base, protocol in dict.fromkeys((base, protocol) for base, protocol, _ in self.asked):
             if (base, protocol) not in self.before:
@@ -168,7 +168,7 @@ class Study:
 
     @property
     def left(self) -> list[Trial | Place]:
-        """What is still to be run."""
+        """The runs that are left."""
         trials = [trial for trial in self.trials if trial not in self.tried]
         return [*trials, *(one for one in self.asked if one not in self.finished)]
 

@@ -62,7 +62,7 @@ class CLIConfig(
         default=tuple(DEBATERS),
         doc=f"{', '.join(DEBATERS)} (written debaters), a model, tinker://... or <folder of a run>/<name of a checkpoint>",
     )
-    schedule: Literal["round_robin", "swiss"] = chz.field(default="round_robin", doc="who meets whom")
+    schedule: Literal["round_robin", "swiss"] = chz.field(default="round_robin", doc="pairing of the players")
     rounds: int = chz.field(default=3, doc="of schedule=swiss", validator=chz.validators.gt(0))
     items: int = chz.field(default=16, doc="questions of each match", validator=chz.validators.gt(0))
 
@@ -103,7 +103,7 @@ async def _open_players(cli: CLIConfig) -> dict[str, Policy]:
     ids.
     """
     weights = {name: _weights(name) for name in cli.players if name not in DEBATERS}
-    weights = weights or {"": WeightsConfig(base_model=shipped_model(default_model()))}  # the tokens that they speak in
+    weights = weights or {"": WeightsConfig(base_model=shipped_model(default_model()))}  # the tokens that they exchange
     opened = {
         name: await chz.replace(config, renderer_name=cli.renderer_name).open_policy(f"players: {name}")
         for name, config in weights.items()
@@ -111,7 +111,7 @@ async def _open_players(cli: CLIConfig) -> dict[str, Policy]:
     if len({(policy.base_model, policy.renderer_name) for policy in opened.values()}) > 1:
         raise ConfigurationError(
             f"players={','.join(cli.players)}: they are of several base models or renderers, and seats hear each other's tokens; "
-            "let those of one base model meet"
+            "also pair players of the same base model"
         )
     return opened
 

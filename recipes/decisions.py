@@ -6,7 +6,7 @@
 
 A line of the file is {"question": "...", "choices": ["...", "..."], "outcome": "..."}, with "messages" in place of the question
 where there is more to say, and with "probabilities", a list, in place of the outcome where they are known. A choice's score is
-the sum of its tokens' logprobs; the softmax over the choices is the decision. docs/decisions.md has what comes of it.
+the sum of its tokens' logprobs; the softmax over the choices is the decision. docs/decisions.md has results.
 """
 
 import chz
@@ -23,7 +23,7 @@ from tinker_cookbook.utils.fields import docs
 
 RECIPE = "decisions"
 RATES = Rates(TINY_LEARNING_RATE, 1e-4)
-"""Below that of supervised learning for models that are not tiny: the loss asks for the order of a few choices alone."""
+"""Lower than in supervised learning for models that are not tiny, because the loss only orders a few choices."""
 SHIPPED = "marbles"
 
 

@@ -1,4 +1,4 @@
-"""A first look: what a policy learns from a judge who cannot tell the truth, by debate and by what it competes with.
+"""A first look: a policy learns from a judge that does not know the truth, by debate and by its competitors.
 
     make demo        or        python -m recipes.demo
 

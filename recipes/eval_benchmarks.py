@@ -54,7 +54,7 @@ class CLIConfig(
     )
     grader: GraderConfig = chz.field(
         default_factory=GraderConfig,
-        doc="an endpoint whose grades are the rewards; with success_metric=reward they decide what is solved",
+        doc="an endpoint whose grades are the rewards; with success_metric=reward they decide which items are solved",
     )
 
 

@@ -1,4 +1,4 @@
-"""inspect-ai tasks on finished weights: ours over the shipped items, or any that inspect knows (extra: inspect).
+"""inspect-ai tasks on finished weights: ours over the shipped items, or any registered inspect task (extra: inspect).
 
     python -m recipes.eval_inspect                                      # shipped sums, the shipped tiny model
     python -m recipes.eval_inspect log_path=<run> task=qa/my_questions.jsonl

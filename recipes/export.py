@@ -32,7 +32,7 @@ class CLIConfig(CheckpointKeys):
         default="adapter",
         doc="adapter (PEFT), vllm (an adapter; other names of routed experts) or merged (a whole model)",
     )
-    base_model: str | None = chz.field(default=None, doc="directory or hub id; default: the checkpoint's own")
+    base_model: str | None = chz.field(default=None, doc="directory or hub id; default: the checkpoint's")
     dtype: str | None = chz.field(default=None, doc="merged: float32, bfloat16 or float16; default: the base model's")
     overwrite: bool = chz.field(default=False, doc="replace an earlier export")
 

@@ -16,7 +16,7 @@ from typing import NoReturn
 from tinker_cookbook.cli_help import FLAGS, UnknownFlagError, flags_to_keys
 
 RECIPES = {"debate": "recipes.debate_rs_grpo", "single_turn": "recipes.single_turn"}
-"""--mode -> what is run"""
+"""--mode -> the command to run"""
 
 LOGPROB_FLAGS = {
     "--model": "model={}",

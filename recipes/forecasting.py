@@ -5,9 +5,9 @@
     python -m recipes.forecasting dataset=mine.jsonl cutoff=2025-06-01 rule=cross_entropy
 
 A line of the file is {"question": "...", "date": "2025-03-01", "outcome": true}. Questions from the cutoff on are held out, so
-that nothing is trained on that was not known when a held-out question was asked; without one, the last fifth of the dates. The
-table at the end says how often came true what was forecast with which probability, and how much better the forecasts are than the
-training questions' share of yes. forecasts.jsonl in the run's folder has each forecast.
+that training uses nothing from after a held-out question's date; without a cutoff, the last fifth of the dates. The
+table at the end shows how often events with each forecast probability came true, and how much better the forecasts are than the
+base rate of the training questions. forecasts.jsonl in the run's folder has each forecast.
 """
 
 from pathlib import Path

@@ -11,7 +11,7 @@ from typing import Self
 
 INTERVAL_SECONDS = 0.5
 LEAST_GPU_PERCENT, LEAST_CPU_PERCENT = 1.0, 1.0
-"""Least mean over all samples; below it, the work was done elsewhere."""
+"""Minimum mean over all samples; below it, the work ran elsewhere."""
 
 
 @dataclass
@@ -20,7 +20,7 @@ class Utilisation:
 
     on_gpu: bool
     percent: list[float] = field(default_factory=list)
-    """busy share of the GPU in each sample; of the CPU one number for the whole time, above 100 with several cores"""
+    """GPU utilisation in each sample; for the CPU one number for the whole time, above 100 with several cores"""
     memory_mib: list[float] = field(default_factory=list)
     problem: str | None = None
     """why nothing could be measured"""
@@ -59,7 +59,7 @@ class Utilisation:
             self.percent.append(max(percent for percent, _ in rows))
             self.memory_mib.append(sum(memory for _, memory in rows))
         except (OSError, subprocess.SubprocessError, ValueError) as error:
-            self.problem = f"nvidia-smi could not be asked: {error}"
+            self.problem = f"nvidia-smi failed: {error}"
 
     def verdict(self) -> tuple[bool, str]:
         """Whether the device was used, with the numbers."""

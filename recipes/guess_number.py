@@ -34,7 +34,7 @@ RECIPE = "guess_number"
 NEAR = 0.5
 """Reward of the best possible miss; a hit gets 1."""
 WASTE = 0.2
-"""What a wasted turn costs."""
+"""Penalty of a wasted turn."""
 
 
 class GuessNumberEnv(MessageEnv):

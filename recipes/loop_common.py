@@ -13,7 +13,7 @@ class LoopConfig(DefaultModel, ClientKeys, LearningRate, RunFolder, ExistingFold
     """The model, the optimizer and the run's folder."""
 
     DOCS = docs(
-        session_name="what the service's console calls the run's session",
+        session_name="name of the run's session in the service's console",
         log_path="folder for metrics.jsonl and logs.log; default: a new one under <user data>/tinker-cookbook",
         behavior_if_log_dir_exists="ask, delete, raise; resume: start over",
     )

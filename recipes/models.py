@@ -1,4 +1,4 @@
-"""The known models: renderer, size, suggested rank and learning rate, and what runs where.
+"""The known models: renderer, size, suggested rank and learning rate, and the engines that support them.
 
     python -m recipes.models
     python -m recipes.models like=qwen3
@@ -38,7 +38,7 @@ ORGANIZATIONS = {
 }
 RANK = 32
 REFUSED = "no: "
-"""How the answer about the local engine begins for a model that it refuses."""
+"""Prefix of the answer for a model that the local engine does not support."""
 
 
 @chz.chz(typecheck=True)
@@ -144,7 +144,7 @@ async def main(cli: CLIConfig) -> None:
         raise ConfigurationError(f"like={cli.like!r}: no known model has this in its name; leave it out to list all")
     show(names, cli.lora_rank)
     print("\n*: renderer not compared with recorded output of another implementation.")
-    print("Context in tokens. State: what the local engine keeps of a sequence, apart from its KV cache, in bfloat16.")
+    print("Context in tokens. State: memory per sequence in the local engine in addition to its KV cache, in bfloat16.")
     print("Adapters on every linear; learning rate: the service's rule for LoRA, if it has one.")
 
 

@@ -81,7 +81,7 @@ class CLIConfig(OpponentKeys, WarmUpConfig, rates=GENTLE_RATES, max_steps=16, nu
     game_args: dict[str, Any] = chz.field(default_factory=dict, doc="arguments of the game, as game.name=value")
     test_opponent: str | None = chz.field(
         default=None,
-        doc="the opponent of evaluations; default: the game's own (kuhn_poker: random, shared_sum: self)",
+        doc="the opponent in evaluations; default: the game's (kuhn_poker: random, shared_sum: self)",
     )
     trained_roles: str | None = chz.field(default=None, doc="roles to train, separated by commas; default: all of them")
 
@@ -104,7 +104,7 @@ def make_env(cli: CLIConfig) -> MultiAgent:
 
 
 async def scripted_game(game: Any, rng: random.Random) -> list[Message]:
-    """What one role of a scripted game saw and said, up to its last move; the role is random."""
+    """The messages of one random role of a scripted game, up to its last move."""
     match, script = Match(game), game.scripts["random"]
     envs = {role: RoleEnv(match, role) for role in game.roles}
     begun: set[str] = set()

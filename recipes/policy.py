@@ -20,9 +20,9 @@ from tinker_cookbook.weights_config import Policy, WeightsConfig
 
 @chz.chz(typecheck=True)
 class CheckpointKeys(OptionalRunFolder, CheckpointKey, ServiceKeys):
-    """Which checkpoint, and where it is."""
+    """A checkpoint and its location."""
 
-    DOCS = docs(model_path="a checkpoint (tinker://...)", log_path="folder of a run, whose last checkpoint is taken")
+    DOCS = docs(model_path="a checkpoint (tinker://...)", log_path="folder of a run, whose last checkpoint is used")
 
 
 @chz.chz(typecheck=True)

@@ -58,7 +58,7 @@ class CLIConfig(Extent, OptionalModelKey, RateKey, Epochs, SamplingSeed, Service
     run: str = chz.field(doc="folder of the run whose rollouts are trained on")
     lora_rank: int | None = chz.field(default=None, doc="rank of the adapter; None: the run's")
     train_mlp: bool | None = chz.field(
-        default=None, doc="whether a new adapter is also on the MLPs; None: as the run's"
+        default=None, doc="whether a new adapter is also on the MLPs; None: as in the run"
     )
     loss_fn: str | None = chz.field(default=None, doc=f"{', '.join(LOSS_FNS)}; None: the run's")
     loss_fn_config: dict[str, float] | None = chz.field(
@@ -83,7 +83,7 @@ def datums_of_rows(rows: Sequence[Mapping[str, Any]], store: TrainingRunStore | 
         if not any(_is_trained(turn) for turn in members):
             continue
         trajectory = Trajectory([_transition(turn, store) for turn in members], tinker.ModelInput.empty())
-        # A turn without advantages keeps its place, with advantages of 0 and a mask.
+        # A turn without advantages stays in its position, masked and with advantages of 0.
         recorded = [_advantages(turn) for turn in members if len(turn["completion"])]
         left = np.concatenate([values for turn, values in zip(members, recorded, strict=False) if not turn["masked"]])
         for datum in trajectory_to_data(trajectory, 1.0):
@@ -173,7 +173,7 @@ async def main(cli: CLIConfig) -> None:
     backends.check_backend(cli.backend, cli.model_name, cli.base_url)
     if cli.loss_fn == STABLE_REINFORCE:
         raise ConfigurationError(
-            f"loss_fn={STABLE_REINFORCE} asks which samples each datum is made of, which a run's files do not say; give "
+            f"loss_fn={STABLE_REINFORCE} needs the samples of each datum, which a run's files do not record; give "
             "loss_fn=ppo, for example"
         )
     check_loss(cli.loss_fn, cli.loss_fn_config, backends.resolve_backend(cli.backend))

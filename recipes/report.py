@@ -46,9 +46,9 @@ class CLIConfig(RunFolder):
         doc="the file to write: .html, .eval (inspect-ai) or .jsonl (spans); None: report.html in the first folder",
     )
     steps: str | None = chz.field(
-        default=None, doc="with out=....eval or .jsonl: of which steps, such as 7 or 0-9; None: of all"
+        default=None, doc="with out=....eval or .jsonl: the steps, such as 7 or 0-9; None: all"
     )
-    title: str | None = chz.field(default=None, doc="of the page; None: the name of the first folder")
+    title: str | None = chz.field(default=None, doc="title of the page; None: the name of the first folder")
     failures: int = chz.field(
         default=failures.WORST,
         doc="how many of the worst rollouts, of those that monitors flag, and of the groups that were given up are listed here, "
@@ -58,7 +58,7 @@ class CLIConfig(RunFolder):
     serve: bool = chz.field(default=False, doc="serve the page on this machine instead, until Ctrl-C")
     port: int = chz.field(
         default=8420,
-        doc="with serve=true: where; 0 takes a free one",
+        doc="with serve=true: the port; 0: any free one",
         validator=[chz.validators.ge(0), chz.validators.lt(65536)],
     )
 

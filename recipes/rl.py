@@ -7,7 +7,7 @@
     python -m recipes.rl env=reasoning_gym:leg_counting,basic_arithmetic:2 env.curriculum=True
 
 docs/environments.md shows how to write such a class or function, and how a package offers one. env.key=value is short
-for env_args.key=value. A shipped environment takes the keys `env` of its recipe, but has no supervised stage of its own;
+for env_args.key=value. A shipped environment takes the keys `env` of its recipe, but has no supervised stage;
 warm_up_data=FILE provides conversations for one.
 """
 
@@ -85,7 +85,7 @@ def build_config(cli: CLIConfig) -> train.Config:
 
 
 def _short(env: str) -> str:
-    """An environment's name in that of its run."""
+    """An environment's part of its run's name."""
     first, _, names = env.partition(":")
     if first in TAKES_NAMES:
         return first if len(names) > 30 or not names else re.sub(r"[^a-z0-9_]+", "-", names)

@@ -25,7 +25,7 @@ from tinker_cookbook.utils.fields import FieldGroup
 logger = logging.getLogger(__name__)
 
 LOSS_AHEAD_LOCAL = "ppo"
-"""Of a run on the local engine that samples ahead."""
+"""Default loss_fn of a run on the local engine that samples ahead."""
 
 
 def _known_preset(owner: Any, attribute: str) -> None:
@@ -104,7 +104,7 @@ def _loss(cli: RLConfig, preset: Preset | None) -> str | Callable[..., Any]:
     ahead = cli.async_config
     given = cli.loss_fn if ahead is None or ahead.loss_fn is None else ahead.loss_fn
     if cli.loss_fn not in (None, given):
-        raise ConfigurationError(f"loss_fn={cli.loss_fn} and async_config.loss_fn={given} differ; give loss_fn alone")
+        raise ConfigurationError(f"loss_fn={cli.loss_fn} and async_config.loss_fn={given} differ; give only loss_fn")
     if given is not None:
         return given
     if preset is not None:

@@ -41,7 +41,7 @@ RECIPE = "rubric"
 
 CRITERIA = (
     Criterion(name="right", wanted="the reply says what the reference says", weight=3.0),
-    Criterion(name="brief", wanted="the reply says nothing besides", weight=1.0),
+    Criterion(name="brief", wanted="the reply says nothing else", weight=1.0),
 )
 
 
@@ -50,7 +50,7 @@ class CLIConfig(TaskConfig):
     """Keys of `python -m recipes.rubric`."""
 
     mode: Literal["score", "compare"] = chz.field(
-        default="score", doc="score: grades of each reply alone; compare: shares against the others of its group"
+        default="score", doc="score: grades of each reply by itself; compare: shares against the others of its group"
     )
     criteria: str | None = chz.field(
         default=None, doc="TOML file of [[criteria]]; default: right (3) and brief (1), against the reference"

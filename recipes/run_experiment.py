@@ -74,7 +74,7 @@ class EnvEntry:
     """One environment of an experiment."""
 
     id: str = chz.field(doc="name, module, folder or file of an environment")
-    name: str | None = chz.field(default=None, doc="its name in metrics; None: its own name")
+    name: str | None = chz.field(default=None, doc="its name in metrics; None: the environment's name")
     weight: float = chz.field(default=1.0, doc="share of the groups of a step; 0: evaluated, never trained on")
     args: dict[str, Any] = chz.field(default_factory=dict, doc="arguments of load_environment")
 
@@ -83,7 +83,7 @@ class EnvEntry:
         if not 0 <= self.weight < float("inf"):
             raise ConfigurationError(
                 f"the weight of {self.name or self.id} is {self.weight:g}: it must be greater than 0, or 0 for an environment "
-                "that is evaluated and never trained on"
+                "only evaluated, never trained on"
             )
 
 
@@ -99,7 +99,7 @@ class CLIConfig(WarmUpDataConfig, num_test=32, metrics_json=True):
         default=None, doc="rollouts per step, instead of groups_per_batch: a multiple of group_size"
     )
     api_key_env: str | None = chz.field(default=None, doc="variable that holds the key of the hosted service")
-    api_key: str | None = chz.field(default=None, doc="the key itself; it is written nowhere")
+    api_key: str | None = chz.field(default=None, doc="the key itself; it is never written to a file")
 
     @classmethod
     def read_arguments(cls, arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
@@ -281,7 +281,7 @@ def use_key(cli: CLIConfig) -> None:
 
 
 def folder_of(cli: CLIConfig) -> str:
-    """The run's folder: `log_path`, else the experiment's own."""
+    """The run's folder: `log_path`, else the experiment's."""
     words = [Path(cli.experiment).stem if cli.experiment is not None else "own", *([cli.name] if cli.name else [])]
     return cli.log_path if cli.log_path is not None else str(Path("outputs", "_".join(words)))
 

@@ -1,4 +1,4 @@
-"""Reinforcement learning of a model that sees: questions about drawn shapes, answered with one word.
+"""Reinforcement learning of a vision-language model: questions about drawn shapes, answered with one word.
 
     python -m recipes.shapes_rl
     python -m recipes.shapes_rl model_name=Qwen/Qwen3-VL-30B-A3B-Instruct env.instruction="Answer with one word."

@@ -21,7 +21,9 @@ from tinker_cookbook.utils.fields import docs
 class HeldOutKeys(HeldOut, test_size=None):
     """The test set."""
 
-    DOCS = docs(test_size=f"rows held out of each dataset; default: {TEST_SIZE}, of fewer than {2 * TEST_SIZE} a tenth")
+    DOCS = docs(
+        test_size=f"rows held out of each dataset; default: {TEST_SIZE}, or a tenth of fewer than {2 * TEST_SIZE}"
+    )
 
 
 @chz.chz(typecheck=True)

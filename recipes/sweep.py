@@ -1,4 +1,4 @@
-"""Any recipe over a grid of its keys: every combination is a run with a folder of its own, and the runs are ranked.
+"""Any recipe over a grid of its keys: every combination is a run in its own folder, and the runs are ranked.
 
 Keys and values are checked against the recipe before anything runs. The same command with the same sweep_dir resumes:
 finished runs are kept, interrupted ones resume, failed ones are retried, and new values are added.
@@ -42,8 +42,10 @@ class CLIConfig(SweepKeys, Concurrency):
         doc="grid.<key>=value,value: values to combine; separated by | instead where a value contains commas",
     )
     seeds: str | None = chz.field(default=None, doc="seeds to combine with the grid, e.g. 0,1,2")
-    metric: str | None = chz.field(default=None, doc="what to rank by; default: the first usual one that the runs log")
-    mode: Mode | None = chz.field(default=None, doc="max or min; default: what is usual for the metric")
+    metric: str | None = chz.field(
+        default=None, doc="metric to rank by; default: the first common metric that the runs log"
+    )
+    mode: Mode | None = chz.field(default=None, doc="max or min; default: the usual direction of the metric")
     value: str = chz.field(default="last", doc="how a run becomes one number: last, best, or mean:N (of the last N)")
 
 

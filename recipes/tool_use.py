@@ -50,7 +50,7 @@ ARTICLES = EXAMPLE_DATA / "summary" / "articles_train.jsonl"
 ToolTask = Literal["calculator", "search"]
 
 _GAP = re.compile(r"\b(?:[A-Z][a-z]+ [A-Z][a-z]+|\d[\d,]*)\b")
-"""What a question leaves out of a summary: a full name or a number."""
+"""The words that a question removes from a summary: a full name or a number."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class ToolUse(TurnLimit, Episodes):
     )
     declare_tools: bool | None = chz.field(
         default=None,
-        doc="show the tool's JSON schema in the renderer's own way; default: yes, except for tiny models, where it is too long",
+        doc="declare the tool's JSON schema in the renderer's format; default: yes, except for tiny models, where it is too long",
     )
 
     @chz.validate

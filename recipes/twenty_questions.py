@@ -48,7 +48,7 @@ WASTE = 0.2
 """Cost of a question that is not one, or whose answer is already known."""
 WIN = 1.0
 TINY_STEPS = 150
-"""Supervised steps, after which the shipped model names what is on the list."""
+"""Supervised steps, after which the shipped model names things from the list."""
 _QUESTION = re.compile(r"Is it (.{1,80})\?")
 
 Answerer = Callable[[str, str], Awaitable[bool | None]]
@@ -89,7 +89,7 @@ class Things:
 
 @dataclass(frozen=True)
 class ScriptedAnswerer:
-    """Knows only the attributes."""
+    """The answerer that only knows the attributes."""
 
     things: Things
 
@@ -119,7 +119,7 @@ class TwentyQuestionsEnv(MessageEnv):
 
     Args:
         among: the possible things, two or more for a game that needs questions.
-        list_objects: each answer lists what is still open, according to the script; otherwise only the first message
+        list_objects: each answer lists the remaining candidates, according to the script; otherwise only the first message
             does.
     """
 
@@ -207,7 +207,7 @@ class TwentyQuestions(TurnLimit, Episodes, max_turns=5):
     DOCS = docs(max_turns="questions per game")
 
     num_things: int = chz.field(default=4, doc="candidates of a game, drawn for each", validator=chz.validators.gt(1))
-    list_objects: bool = chz.field(default=True, doc="answers list what is still possible, as far as the script knows")
+    list_objects: bool = chz.field(default=True, doc="answers list the remaining candidates, according to the script")
     answerer: Literal["script", "lm"] = chz.field(default="script", doc="script, or lm (a frozen model)")
     answerer_weights: WeightsConfig = chz.field(
         default_factory=WeightsConfig, doc="the model of answerer=lm; default: the policy's base model"

@@ -1,4 +1,4 @@
-"""Every check of the GPU validation runbook in one command: pass or fail per row, what a failure means, and a report.
+"""Every check of the GPU validation runbook in one command: pass or fail per row, the meaning of each failure, and a report.
 
     python -m recipes.validate_gpu model_name=Qwen/Qwen3-4B-Instruct-2507
     python -m recipes.validate_gpu model_name=models/mine summary_dataset=cnn_dailymail output=validation
@@ -196,7 +196,7 @@ async def largest_change(folder: Path) -> float:
 
 
 def checks(cli: CLIConfig, output: Path) -> Iterator[Row]:
-    """The rows, each as soon as it is known."""
+    """The rows, each as soon as its check is done."""
     yield _row("imports", check_imports, "a package is missing or broken: pip install -e . in a fresh environment")
     yield _row(
         "device", check_device, "pip gave a torch for CPUs: on an image whose torch has CUDA use --system-site-packages"
@@ -207,7 +207,7 @@ def checks(cli: CLIConfig, output: Path) -> Iterator[Row]:
         "logprobs",
         ["-m", "tinker_local_backend.check_logprobs", f"model={cli.model_name}", "max_tokens=32"],
         lambda log: (log.splitlines()[-1:] == ["ok"], log.splitlines()[-2]),
-        "sampler and trainer disagree: do not train before this passes (weights or dtypes that differ, a broken kernel)",
+        "sampler and trainer disagree: do not train before this passes (different weights or dtypes, a broken kernel)",
     )
     with Utilisation(torch.cuda.is_available()) as utilisation:
         for run in training_runs(cli):
@@ -230,15 +230,15 @@ def checks(cli: CLIConfig, output: Path) -> Iterator[Row]:
             output / f"{run.folder}_files.log",
             f"files of {run.name}",
             ["-m", "recipes.check_artifacts"],
-            lambda log: (True, "complete, and their numbers fit each other"),
-            "the run's folder lacks files, or their numbers do not fit each other: the log says which",
+            lambda log: (True, "complete and consistent"),
+            "the run's folder lacks files, or their numbers are inconsistent: see the log",
             hidden=[f"log_path={folder}"],
             shown=[f"log_path={run.folder}"],
         )
     yield _row(
         "utilisation",
         utilisation.verdict,
-        "the device stood idle: the work was done elsewhere, or it waits for the CPU",
+        "the device was idle: the work ran elsewhere, or it waits for the CPU",
     )
 
 

@@ -36,7 +36,7 @@ from tinker_cookbook.utils.files import write_jsonl
 from tinker_cookbook.utils.seeds import derive_seed
 
 Player = Callable[[list[Message]], Message]
-"""The next message of a conversation, given what was said so far."""
+"""The next message of a conversation, given the messages so far."""
 WriteConversation = Callable[[Renderer, random.Random], Awaitable[list[Message]]]
 """A conversation to learn from, drawn from a random generator."""
 
@@ -62,7 +62,7 @@ class WarmUpConfig(GroupKeys, RLConfig):
 
     warm_up_steps: int | None = chz.field(
         default=None,
-        doc=f"supervised steps, on {BATCH_SIZE} conversations each; default: what tiny_chat needs, 0 for other models and with "
+        doc=f"supervised steps, on {BATCH_SIZE} conversations each; default: enough for tiny_chat, 0 for other models and with "
         "load_checkpoint_path",
         validator=_not_negative,
     )

@@ -215,7 +215,7 @@ class TestBytes:
             ("", "it cannot be read as a picture"),
             ("data:image/png,abc", "a data URI must be data:image/FORMAT;base64,DATA"),
             ("data:image/png;base64,*", "the data URI holds no base64"),
-            ("data:image/png;base64,aGVsbG8=", "it is of no known format"),
+            ("data:image/png;base64,aGVsbG8=", "unknown format"),
             (as_data_uri(picture(64, 64))[: 22 + 4 * 30], "it cannot be read as a picture"),
             (3, "must be an image of Pillow or a text, got int"),
             (Image.new("RGB", (0, 5)), "it has no pixels"),

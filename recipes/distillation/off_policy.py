@@ -1,4 +1,4 @@
-"""Off-policy distillation: on given conversations, learn the teacher's probabilities instead of the tokens alone.
+"""Off-policy distillation: on given conversations, learn the teacher's probabilities instead of only the tokens.
 
     python -m recipes.distillation.off_policy
     python -m recipes.distillation.off_policy dataset=tulu3 model_name=Qwen/Qwen3-8B teacher_model=Qwen/Qwen3-32B

@@ -1,4 +1,4 @@
-"""On-policy distillation: the student answers, and a teacher scores each of its tokens by its own probability.
+"""On-policy distillation: the student answers, and a teacher scores each of its tokens by the teacher's probability.
 
     python -m recipes.distillation.on_policy
     python -m recipes.distillation.on_policy dataset=deepmath model_name=Qwen/Qwen3-8B teacher_model=Qwen/Qwen3-32B

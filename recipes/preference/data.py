@@ -35,7 +35,7 @@ class ComparisonConfig(
         batch_size="comparisons per step",
         test_dataset="with a file as dataset: a file of held-out comparisons",
         test_split="with a hub dataset: its split of held-out comparisons",
-        prompt_column="with a hub dataset; None: the prompt is what chosen and rejected begin with",
+        prompt_column="with a hub dataset; None: the prompt is the common prefix of chosen and rejected",
     )
 
     train_split: str = chz.field(default="train", doc="with a hub dataset: its split to train on")

@@ -1,4 +1,4 @@
-"""Reinforcement learning from human feedback in its three classical stages, each in a folder of its own:
+"""Reinforcement learning from human feedback in its three classical stages, each in a separate folder:
 
     sft/                supervised warm start on the replies of the comparisons
     preference_model/   the warm model learns to say which of two replies is better
@@ -75,10 +75,10 @@ class Stage(Epochs, RateKey, num_epochs=3):
 
 @chz.chz(typecheck=True)
 class Demonstrations(FieldGroup):
-    """What the warm start learns."""
+    """The replies that the warm start learns."""
 
     demonstrations: Literal["both", "chosen"] = chz.field(
-        default="both", doc="what the warm start imitates: both replies of a comparison, or the chosen one"
+        default="both", doc="the replies that the warm start imitates: both of a comparison, or the chosen one"
     )
 
 

@@ -79,7 +79,7 @@ class Labelling:
 
     prompt: str
     lines: dict[str, str | None]
-    """what is asked -> the right answer, where that is known"""
+    """line -> right answer, if known"""
     answer_pattern: str
     target: Literal["reply", "answer"]
 
@@ -114,7 +114,7 @@ class LabelKeys(HeldOutKeys, TeacherKeys, ReplyLength, CommonConfig, test_size=1
     )
     target: Literal["reply", "answer"] | None = chz.field(
         default=None,
-        doc="what the student learns to say: the teacher's reply, or its answer alone; default: the task's",
+        doc="what the student learns to write: the teacher's reply, or only its answer; default: the task's",
     )
     teacher_endpoint: EndpointConfig = chz.field(
         default_factory=EndpointConfig,

@@ -1,4 +1,4 @@
-"""Prompt distillation, second half: a student learns to do without the prompt what the teacher did with it.
+"""Prompt distillation, second half: a student without the prompt learns to reply as the teacher did with it.
 
     python -m recipes.prompt_distillation.train
     python -m recipes.prompt_distillation.train data=/tmp/languages model_name=Qwen/Qwen3-8B

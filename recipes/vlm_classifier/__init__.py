@@ -1,1 +1,1 @@
-"""Pictures to classes, with a model that sees: `python -m recipes.vlm_classifier.train`."""
+"""Classify pictures with a vision-language model: `python -m recipes.vlm_classifier.train`."""

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning of a model that sees: it names what a picture shows. Held-out accuracy goes up.
+"""Supervised fine-tuning of a vision-language model: it names the subject of a picture. Held-out accuracy goes up.
 
     python -m recipes.vlm_classifier.train
     python -m recipes.vlm_classifier.train dataset=caltech101 model_name=Qwen/Qwen3-VL-30B-A3B-Instruct examples_per_class=16

@@ -138,7 +138,7 @@ class TestExporter:
                 exporter.enqueue({"i": i})
                 assert exporter.force_flush(HANG_SECONDS) is (i == 2)
         assert exporter.export_failures == 2 and [record["i"] for record in sink.records] == [2]
-        assert caplog.text.count("could not be kept") == 1
+        assert caplog.text.count("could not be exported") == 1
         exporter.shutdown()
 
     def test_calls_under_way_are_waited_for(self) -> None:

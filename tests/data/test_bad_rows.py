@@ -85,8 +85,8 @@ def test_malformed_lines_are_left_out_and_told(tmp_path: Path, caplog: pytest.Lo
     with caplog.at_level(logging.WARNING):
         assert [row.place.rpartition(":")[2] for row in read_conversations(path, bad)] == ["1", "3"]
     assert bad.count == 7
-    assert "7 of 9 rows cannot be read and are left out" in caplog.text
-    told = [record.getMessage() for record in caplog.records if "a row is left out" in record.getMessage()]
+    assert "7 of 9 rows cannot be read and are skipped" in caplog.text
+    told = [record.getMessage() for record in caplog.records if "a row is skipped" in record.getMessage()]
     assert len(told) == 3 and "a.jsonl:2: " in told[0] and "a.jsonl:4: not valid JSON" in told[1]
 
 

@@ -116,7 +116,7 @@ def test_rows_of_a_table_are_named(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("a.parquet", b"not a table", "not a parquet table"),
-        ("a.csv", b"a,b\nx\n", "a.csv:2: another number of cells than the header has"),
+        ("a.csv", b"a,b\nx\n", "a.csv:2: the number of cells differs from the header"),
         ("a.csv", b'a\n"x\n', "not a CSV table"),
         ("a.csv", b"a\n\xff\n", "not a CSV table in UTF-8"),
     ],

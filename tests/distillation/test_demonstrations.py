@@ -228,7 +228,7 @@ class TestPrompts:
         [
             ("{question}", r"has the fields \['question'\]"),
             ("{question} {golden_answer} {json}", r"\['golden_answer', 'json', 'question'\]"),
-            ("{question} {golden_answer} {", "write braces that are text twice"),
+            ("{question} {golden_answer} {", "double braces that are literal text"),
         ],
     )
     def test_a_template_without_its_fields_is_refused(self, template: str, message: str) -> None:

@@ -14,7 +14,7 @@ from tests.rl.handmade import array, group, trajectory, turn
 from tests.rl.loop import TINY, rows
 from tinker_cookbook import backends
 from tinker_cookbook.distillation.demonstrations import build_policy_gradient_datums
-from tinker_cookbook.distillation.sdpo import FEEDBACK_LOG_KEY, shown_to_teacher, success_of
+from tinker_cookbook.distillation.sdpo import FEEDBACK_LOG_KEY, first_success, teacher_hint
 from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.rl.data_processing import trajectory_to_data
 from tinker_cookbook.tokenizer_utils import get_tokenizer
@@ -36,16 +36,16 @@ class TestWhoIsShownWhat:
 
     def test_a_failed_reply_is_shown_the_first_successful_one(self) -> None:
         made = self.made([0.0, 1.0, 1.0, 0.5])
-        assert [shown_to_teacher(made, i, RENDERER, 1.0) for i in range(4)] == ["reply 1", None, None, "reply 1"]
+        assert [teacher_hint(made, i, RENDERER, 1.0) for i in range(4)] == ["reply 1", None, None, "reply 1"]
 
     def test_a_rejected_success_is_none(self) -> None:
         made = self.made([0.0, 1.0], trained=[True, False])
-        assert success_of(made, 1.0) is None and shown_to_teacher(made, 0, RENDERER, 1.0) is None
+        assert first_success(made, 1.0) is None and teacher_hint(made, 0, RENDERER, 1.0) is None
 
     def test_without_a_success_it_is_shown_what_the_environment_said(self) -> None:
         made = self.made([0.0, 0.0])
         made.trajectories_G[1].transitions[-1].logs[FEEDBACK_LOG_KEY] = "the loop never ends"
-        assert [shown_to_teacher(made, i, RENDERER, 1.0) for i in range(2)] == [None, "the loop never ends"]
+        assert [teacher_hint(made, i, RENDERER, 1.0) for i in range(2)] == [None, "the loop never ends"]
 
 
 class Teacher:

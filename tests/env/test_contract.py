@@ -256,7 +256,7 @@ def takes_two(self, first, second): ...
         (questions(dataset=[3]), r"dataset\[0\] is int; a row is a mapping"),
         (questions(dataset=[{"prompt": [{"role": "user"}]}]), "it needs `prompt`"),
         (questions(dataset=[{"prompt": "a", "info": 3}]), r"dataset\[0\].info is int"),
-        (questions(dataset=[{"prompt": "a", "info": {"tokenizer": 3}}]), "the name is that of a client"),
+        (questions(dataset=[{"prompt": "a", "info": {"tokenizer": 3}}]), "the name is reserved for a client"),
         (questions(rubric=Rubric([])), "rubric, a Rubric, has no funcs"),
         (questions(rubric=[float]), r"rubric, a list, has no funcs: .* Rubric\(\[function\]\)"),
         (questions(rubric=Rubric([exact], [1, 2])), "1 funcs need as many weights, got 2"),
@@ -264,13 +264,13 @@ def takes_two(self, first, second): ...
         (questions(rubric=Rubric([exact, exact])), "two funcs called exact"),
         (
             questions(rubric=Rubric([lambda reply: 1.0])),
-            "takes reply, which nothing gives; parameters are called prompt, comp",
+            "takes reply, which is not available; parameters are called prompt, comp",
         ),
         (questions(rubric=Rubric([lambda completion, answers: 1.0])), "either one reply's fields or those of a group"),
         (questions(rubric=Rubric(["exact"])), "'exact' in funcs is not a function"),  # type: ignore[list-item]
         (questions(needs=("trainer",)), "needs: 'trainer' is none of sampling_client"),
         (of_class(build=lambda self: []), "build takes nothing; its first argument is the sampling client"),
-        (of_class(build=takes_two), "build takes second, which nothing gives"),
+        (of_class(build=takes_two), "build takes second, which is not available"),
         (
             of_class(initial_observation=lambda self: "Go.", step=lambda self: 1.0),
             r"step takes \(\), and will be called with \(action_text\)",

@@ -233,7 +233,7 @@ async def _built(env: Environment) -> Any:
         ("leg_counting", {"config": 3}, "is not a mapping"),
         ("leg_counting", {"curriculm": True}, "curriculm: is unknown; reasoning_gym takes"),
         ("leg_counting", {"size": "many"}, "size='many': is str"),
-        ("leg_counting", {"window": 3}, r"env\.window=3: is of the curriculum; add env\.curriculum=True"),
+        ("leg_counting", {"window": 3}, r"env\.window=3: belongs to the curriculum; add env\.curriculum=True"),
         ("arc_agi,jugs,codeio,decimal_arithmetic", {"lower_at": 0.9}, "must be below"),
         ("countdown", {}, r"countdown evaluates the policy's answers as Python.*env\.run_answers=True"),
         (

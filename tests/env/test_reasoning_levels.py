@@ -148,17 +148,17 @@ def test_a_resumed_run_is_at_the_same_levels(
 class TestWhereNothingTellsRewards:
     def test_a_curriculum_of_items_is_refused_beside_it(self, tmp_path: Path) -> None:
         config = make_config(tmp_path, LevelledBuilder(), curriculum=CurriculumConfig())
-        with pytest.raises(ConfigurationError, match="has a curriculum of its own; leave one of the two out"):
+        with pytest.raises(ConfigurationError, match="has its own curriculum; leave one of the two out"):
             asyncio.run(train.main(config))
 
     def test_mixtures_refuse_it(self) -> None:
         built = InterleavedRLDatasetBuilder(
             sources=[NumberDatasetBuilder(), LevelledBuilder()], weights=[1.0, 1.0], groups_per_batch=2
         )
-        with pytest.raises(ConfigurationError, match=r"sources\[1\] has a curriculum of its own"):
+        with pytest.raises(ConfigurationError, match=r"sources\[1\] has its own curriculum"):
             asyncio.run(built())
         dataset, _ = asyncio.run(LevelledBuilder()())
-        with pytest.raises(ConfigurationError, match="dataset 0 has a curriculum of its own"):
+        with pytest.raises(ConfigurationError, match="dataset 0 has its own curriculum"):
             CompositeDataset([dataset], [2])
 
 

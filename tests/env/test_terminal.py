@@ -14,7 +14,7 @@ from tinker_cookbook.env.shipped.terminal.terminal_env import Terminal, Terminal
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.rl.message_env import MessageStepResult
 from tinker_cookbook.sandbox import SandboxLimits
-from tinker_cookbook.sandbox.session import LONGEST_SHOWN
+from tinker_cookbook.sandbox.session import MAX_SHOWN
 
 LIMITS = SandboxLimits(wall_s=60.0)
 HELLO = TerminalTask("hello", "Write hello to x.", {"a": "1\n"}, 'test "$(cat x)" = hello')
@@ -67,9 +67,7 @@ class TestEpisodes:
     def test_long_output_is_cut_in_the_middle(self) -> None:
         (result,) = play(HELLO, bash("seq 1 2000"))
         text = str(result.next_messages[-1]["content"])
-        assert (
-            len(text) < LONGEST_SHOWN + 100 and text.startswith("1\n2\n") and "characters]" in text and "2000" in text
-        )
+        assert len(text) < MAX_SHOWN + 100 and text.startswith("1\n2\n") and "characters]" in text and "2000" in text
 
     def test_hidden_files_are_there_for_the_check_alone(self) -> None:
         task = TerminalTask("t", "?", {}, "cat secret; cat x", {"secret": "s", "x": "hidden"}, expected="shidden")

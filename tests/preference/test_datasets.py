@@ -120,7 +120,7 @@ class TestJsonl:
         path = write(tmp_path / "pairs.jsonl", line(), line())
         with pytest.raises(ConfigurationError, match=r"test_size=2 leaves nothing to train on: .* has 2 rows"):
             ComparisonBuilderFromJsonl(train_path=path, test_size=2).get_rows()
-        with pytest.raises(ConfigurationError, match="test set of their own; set test_size=0"):
+        with pytest.raises(ConfigurationError, match="their own test set; set test_size=0"):
             ComparisonBuilderFromJsonl(train_path=path, test_path=path, test_size=1).get_rows()
 
 
@@ -155,14 +155,14 @@ class TestHuggingFace:
         [
             ({"prompt": "q", "chosen": "a"}, {}, "there is no column 'rejected'; it has chosen, prompt"),
             ({"prompt": "q", "chosen": "a", "rejected": " "}, {}, "column 'rejected' must be text or a list"),
-            ({"chosen": "a", "rejected": "b"}, {"prompt_column": None}, "no beginning in common; name prompt_column"),
+            ({"chosen": "a", "rejected": "b"}, {"prompt_column": None}, "no common prefix; name prompt_column"),
             ({"prompt": "q", "chosen": [{"role": "user", "content": "q"}], "rejected": [{"role": "user", "content": "q"}]},
              {}, "'chosen' has nothing after the prompt"),
             ({"prompt": "q", "chosen": [said("system", "s"), said("user", "q"), said("assistant", "a")], "rejected": "b"},
-             {}, "'chosen' has another prompt than 'prompt', and after what they share a system message"),
+             {}, "'chosen' and 'prompt' have different prompts: after their common prefix comes a system message"),
             ({"chosen": [said("system", "s"), said("user", "q"), said("assistant", "a")],
               "rejected": [said("system", "s"), said("user", "r"), said("assistant", "b")]},
-             {"prompt_column": None}, "'chosen' has another prompt than the other reply, and .* a user message"),
+             {"prompt_column": None}, "'chosen' and the other reply have different prompts: .* a user message"),
         ],
     )  # fmt: skip
     def test_a_bad_row_is_named(self, tmp_path: Path, row: dict, fields: dict, message: str) -> None:

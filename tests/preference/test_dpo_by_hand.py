@@ -71,5 +71,5 @@ def test_two_steps_and_a_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture
     with pytest.raises(ConfigurationError, match="checkpoint 'x' has no state_path"):
         train_dpo.create_dpo_clients(config, service, CheckpointRecord("x"))
     broken = SupervisedDatasetFromList([1], 1, lambda _: datum([1, 2, 3]))
-    with pytest.raises(DataValidationError, match="has 1 datums; DPO takes chosen and rejected in turn"):
+    with pytest.raises(DataValidationError, match="has 1 datums; DPO takes chosen and rejected alternately"):
         train_dpo.do_update(1, 0, 3, 9, config, trainer, reference, [], [], broken, logger, tmp_path, tokenizer)  # pyright: ignore[reportArgumentType]

@@ -191,7 +191,7 @@ class TestDataset:
         assert isinstance(found, tuple) and found[1] == RENDERER.get_stop_sequences()
 
     def test_chunks_that_leave_everybody_alone_are_refused_in_the_config(self) -> None:
-        with pytest.raises(ConfigurationError, match="chunks of 1 leave everybody without an opponent"):
+        with pytest.raises(ConfigurationError, match="chunks of 1 leave members without an opponent"):
             PairwisePreferenceRLDatasetBuilder(
                 comparison_builder=ComparisonBuilderFromJsonl(train_path="p.jsonl"),
                 preference_model_builder=LongerBuilder(),

@@ -177,7 +177,7 @@ class TestFigures:
     @pytest.mark.parametrize(
         ("keys", "named"),
         [({"figure": "bias", "biases": ("age",)}, "biases=age"), ({"figure": "phase", "errors": (1.0,)}, "errors"),
-         ({"figure": "kenton", "protocols": ("debate",)}, "figure=kenton has signals of its own"),
+         ({"figure": "kenton", "protocols": ("debate",)}, "figure=kenton has its own signals"),
          ({"figure": "persuasiveness", "best_of": (2, 4)}, "best_of"),
          ({"figure": "persuasiveness", "best_of": (1, 3, 4)}, "must divide")],
     )  # fmt: skip

@@ -13,20 +13,20 @@ import recipes.__main__
 from recipes import chat_sl, sl_basic
 from tests.child import ROOT, python_path, run_forked
 from tests.waiting import HANG_SECONDS
-from tinker_cookbook.recipes import ELSEWHERE
+from tinker_cookbook.recipes import MOVED
 
 KNOWN = recipes.__main__.recipes().keys()
 
 
-@pytest.mark.parametrize("name", [*KNOWN, *ELSEWHERE])
+@pytest.mark.parametrize("name", [*KNOWN, *MOVED])
 def test_every_recipe_is_there_under_the_name_of_the_public_package(name: str) -> None:
-    """Found without being imported; a recipe of ELSEWHERE is not also one of ours."""
+    """Found without being imported; a recipe of MOVED is not also one of ours."""
     before = set(sys.modules)
     spec = importlib.util.find_spec(f"tinker_cookbook.recipes.{name}")
     assert spec is not None and spec.loader is not None
-    target = ELSEWHERE.get(name, name)
+    target = MOVED.get(name, name)
     assert not {new for new in set(sys.modules) - before if new.startswith("recipes.")}
-    assert target in KNOWN and (name not in ELSEWHERE or name not in KNOWN)
+    assert target in KNOWN and (name not in MOVED or name not in KNOWN)
 
 
 def test_what_is_imported_is_the_recipe_s() -> None:
@@ -43,7 +43,7 @@ def test_what_is_imported_is_the_recipe_s() -> None:
 def test_it_is_run(name: str) -> None:
     done = run_forked(["-m", f"tinker_cookbook.recipes.{name}", "--help"], env={})
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"usage: python -m recipes.{ELSEWHERE.get(name, name)} key=value")
+    assert done.stdout.startswith(f"usage: python -m recipes.{MOVED.get(name, name)} key=value")
 
 
 @pytest.mark.parametrize("name", ["sl_basix", "preference.nope", "math_rl.math_env"])

@@ -94,7 +94,10 @@ def test_a_command_of_the_page(command: str, folder: Path) -> None:
         ("env=guess_number env.play=True", "env.play: is unknown to guess_number; it takes env.max_turns, env.highest"),
         ("env=guess_number env.highest=1", "Expected env.highest to be greater than 1, got 1"),
         ("env=my_envs.py:Guess env_args.highest=ten", "env_args.highest='ten': is str, but Guess takes highest: int"),
-        ("env=my_envs.py:sums env_args.a=1", "env_args.a: my_envs.py:sums is ready as it is and takes no arguments"),
+        (
+            "env=my_envs.py:sums env_args.a=1",
+            "env_args.a: my_envs.py:sums is a finished environment and takes no arguments",
+        ),
         (
             "env=guess_number env_args.play=True",
             "env_args.play: is unknown to guess_number; it takes env_args.max_turns, env_args.highest",

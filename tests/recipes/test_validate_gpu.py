@@ -156,7 +156,7 @@ class TestDevice:
         with Utilisation(on_gpu=True) as utilisation:
             pass
         passed, detail = utilisation.verdict()
-        assert not passed and "nvidia-smi could not be asked" in detail
+        assert not passed and "nvidia-smi failed" in detail
 
 
 def test_the_report_in_the_repository_is_of_these_checks(

@@ -333,7 +333,7 @@ class TestZeroAdvantages:
             "  group   2: 0.333(rejected) 2(rejected)   <- no survivors\n"
             "Use larger groups, a task or reward that varies, a higher temperature, or a judge or filter that rejects less. "
             "Rejection leaves members of equal reward (accept_min_reward with rewards of 0 and 1, say): "
-            "advantage.baseline=constant gives each of them the same advantage."
+            "advantage.baseline=constant gives all of them the same advantage."
         )
 
     def test_survivors_are_spoken_of_only_where_there_are_some(self) -> None:

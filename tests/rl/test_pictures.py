@@ -166,7 +166,7 @@ class TestARun:
         told = problems(checks(Run(broken))["every rollout"], Run(broken))
         assert told[0] == f"step 0: rollouts.parquet: no {NAMES[0]}"
         assert re.search(
-            rf"^step 0: rollouts.parquet: .*{NAMES[1]}: its bytes are not those that it is named after", told[1]
+            rf"^step 0: rollouts.parquet: .*{NAMES[1]}: its bytes do not match the hash in its name", told[1]
         )
         assert len(told) == 2
 
@@ -311,7 +311,7 @@ class TestReport:
         first, _ = step_groups(opened, 0, words_of(opened))[0]
         assert first["pictures"].keys() == {NAMES[1]}
         (folder / NAMES[1]).write_bytes(b"x")
-        with pytest.raises(DataFormatError, match="its bytes are not those that it is named after"):
+        with pytest.raises(DataFormatError, match="its bytes do not match the hash in its name"):
             step_groups(opened, 0, words_of(opened))
 
 

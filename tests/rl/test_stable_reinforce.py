@@ -150,6 +150,6 @@ class TestRecipes:
 
     def test_two_losses_are_refused(self) -> None:
         with pytest.raises(
-            ConfigurationError, match=r"loss_fn=ppo and async_config.loss_fn=cispo differ; give loss_fn alone"
+            ConfigurationError, match=r"loss_fn=ppo and async_config.loss_fn=cispo differ; give only loss_fn"
         ):
             self.config("async_config.max_steps_off_policy=2", "loss_fn=ppo", "async_config.loss_fn=cispo")

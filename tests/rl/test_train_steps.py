@@ -99,7 +99,7 @@ def test_what_only_the_loop_can_do_is_not_dropped_in_silence(tmp_path: Path, set
     async def step() -> None:
         run = Run(tmp_path, **setting)
         await run.open()
-        with pytest.raises(ConfigurationError, match=f"{next(iter(setting))}=.* is of the library's own loop"):
+        with pytest.raises(ConfigurationError, match=f"{next(iter(setting))}=.* is for the library's own loop"):
             await train.do_train_step_and_get_sampling_client(run.config, 0, *run.clients, run.builders, run.groups)
 
     asyncio.run(step())

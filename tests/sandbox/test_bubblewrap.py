@@ -378,7 +378,7 @@ sys.exit(5)
 
 
 def test_a_workspace_that_is_none_of_ours(run: Run) -> None:
-    with pytest.raises(SandboxError, match="could not take its workspace"):
+    with pytest.raises(SandboxError, match="could not store its workspace"):
         run("true", workspace=b"rubbish" * 1000)
 
 

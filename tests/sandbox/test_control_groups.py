@@ -118,7 +118,7 @@ def test_nothing_where_no_controller_is_given(
 ) -> None:
     folder(tmp_path, "a")
     (tmp_path / "fs" / "cgroup.subtree_control").touch()
-    monkeypatch.setattr(control_groups, "_offer", lambda folder: None)
+    monkeypatch.setattr(control_groups, "_delegate", lambda folder: None)
     assert version_2(tmp_path, own) is None
 
 

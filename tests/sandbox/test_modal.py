@@ -114,7 +114,7 @@ def test_time(modal: StandIn) -> None:
 
 def test_no_sandbox(modal: StandIn) -> None:
     modal.refuses = True
-    with pytest.raises(SandboxError, match="no sandbox could be made: no token"):
+    with pytest.raises(SandboxError, match="no sandbox could be created: no token"):
         running(checked())("true")
 
 

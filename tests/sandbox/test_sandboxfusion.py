@@ -183,7 +183,7 @@ def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"status": "SandboxError", "message": "no runner"}, 200, "no runner"),
         ({"status": "Success"}, 200, "no run_result"),
-        ([], 200, "answered no JSON object"),
+        ([], 200, "did not answer with a JSON object"),
         ({}, 503, "answered 503"),
         (
             {"status": "Failed", "run_result": {"stdout": "", "stderr": "bash: not found"}},

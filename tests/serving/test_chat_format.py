@@ -82,7 +82,7 @@ def test_a_reply_goes_on_with_the_last_message(name: str) -> None:
     if not OPENED.fullmatch(name):
         assert format_of(name).prompt(history, False, True) == example[:-1]
         return
-    with pytest.raises(ValueError, match=f"continue_final_message: with the renderer '{name}' no reply goes on"):
+    with pytest.raises(ValueError, match=f"continue_final_message: the renderer '{name}' cannot continue"):
         format_of(name).prompt(history, False, True)
 
 

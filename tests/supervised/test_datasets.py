@@ -228,7 +228,7 @@ class TestMixtures:
 
         for sources, weights, message in [
             ([source(0, 2)], [0.5, 0.5], "1 sources need as many weights"),
-            ([Batches()], None, "dataset 0 is a Batches, which gives batches only"),
+            ([Batches()], None, "dataset 0 is a Batches, which has only batches"),
         ]:
             with pytest.raises(ConfigurationError, match=message):
                 InterleavedSupervisedDataset(sources, 2, weights)

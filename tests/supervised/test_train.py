@@ -331,7 +331,7 @@ class TestResume:
         run(tmp_path, monkeypatch, max_steps=2)
         with caplog.at_level(logging.WARNING):
             outcome = run(tmp_path, monkeypatch, max_steps=4)
-        assert "began with a linear schedule over 2 steps and goes on with one over 4" in caplog.text
+        assert "began with a linear schedule over 2 steps and continues with one over 4" in caplog.text
         rates = [row["learning_rate"] for row in outcome.rows]
         assert rates == pytest.approx([1e-2, 5e-3, 5e-3, 2.5e-3])
 

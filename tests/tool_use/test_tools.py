@@ -206,7 +206,7 @@ def test_functions_that_cannot_be_declared_are_refused() -> None:
     for function, message in (
         (silent, "tool 'silent' has no docstring"),
         (untyped, "parameter a has no type annotation"),
-        (many, "parameter words must be one that is given by name"),
+        (many, "parameter words must be a keyword parameter"),
     ):
         with pytest.raises(ConfigurationError, match=message):
             tool(function)

@@ -22,14 +22,14 @@ from tinker_cookbook.utils.secrets import redactor
 logger = logging.getLogger(__name__)
 
 CaptureRecord: TypeAlias = dict[str, Any]
-"""A JSON object; its `kind` (sample, train_op) says where it goes."""
+"""A JSON object; its `kind` (sample, train_op) determines its file."""
 
 
 class CaptureSink(Protocol):
     """Stores records."""
 
     def export(self, records: Sequence[CaptureRecord], timeout: float | None = None) -> None:
-        """Store some records, at least one. `timeout`: seconds that it should take at most."""
+        """Store one or more records. `timeout`: maximum duration in seconds."""
         ...
 
 
@@ -37,8 +37,8 @@ class JsonlFileSink:
     """Appends records to `capture/<kind>.jsonl`, without secrets (`utils.secrets`).
 
     Args:
-        storage: where the run is.
-        prefix: its folder there.
+        storage: the storage of the run.
+        prefix: the run's folder in it.
     """
 
     def __init__(self, storage: Storage, prefix: str = "") -> None:
@@ -85,14 +85,14 @@ class CaptureExporter:
 
     def _begin(self) -> None:
         self.dropped = 0
-        """records that found the queue full, or came after the end"""
+        """records dropped because the queue was full or the exporter shut down"""
         self.export_failures = 0
-        """batches that the sink refused; their records are lost"""
+        """batches for which the sink failed; their records are lost"""
         self.callback_failures = 0
         """calls that could not be recorded"""
         self._queue: deque[CaptureRecord] = deque()
         self._changed = threading.Condition()
-        self._pending, self._asked, self._exporting = 0, False, False
+        self._pending, self._flush_requested, self._exporting = 0, False, False
         self._thread = threading.Thread(target=self._work, name="capture-exporter", daemon=True)
         if not self._closed:
             self._thread.start()
@@ -123,16 +123,16 @@ class CaptureExporter:
             return self._changed.wait_for(lambda: self._pending <= 0, timeout)
 
     def force_flush(self, timeout: float | None = None) -> bool:
-        """Wait until all records are exported; return whether they were, within `timeout` seconds and without an error."""
+        """Wait until all records are exported; return whether that succeeded within `timeout` seconds."""
         with self._changed:
-            failures, self._asked = self.export_failures, True
+            failures, self._flush_requested = self.export_failures, True
             self._changed.notify_all()
             done = self._changed.wait_for(lambda: not self._queue and not self._exporting, timeout)
-            self._asked = False
+            self._flush_requested = False
             return done and self.export_failures == failures
 
     def shutdown(self, timeout: float = 5.0) -> None:
-        """Export the rest, within `timeout` seconds, and accept no more. A second call does nothing."""
+        """Accept no more records, and export the queued ones within `timeout` seconds. A second call does nothing."""
         with self._changed:
             if self._closed:
                 return
@@ -141,9 +141,9 @@ class CaptureExporter:
         self._thread.join(timeout)
         atexit.unregister(self.shutdown)
         lost = {"dropped records": self.dropped, "failed exports": self.export_failures}
-        lost |= {"calls not recorded": self.callback_failures, "records not handed over": len(self._queue)}
+        lost |= {"calls not recorded": self.callback_failures, "records not exported": len(self._queue)}
         if losses := ", ".join(f"{count} {what}" for what, count in lost.items() if count):
-            logger.warning("capture: not everything was kept: %s", losses)
+            logger.warning("capture: some records were lost: %s", losses)
 
     def _work(self) -> None:
         while True:
@@ -162,7 +162,7 @@ class CaptureExporter:
                 self._changed.notify_all()
 
     def _is_due(self) -> bool:
-        return self._closed or (self._asked and bool(self._queue)) or len(self._queue) >= self._batch
+        return self._closed or (self._flush_requested and bool(self._queue)) or len(self._queue) >= self._batch
 
     def _export(self, batch: list[CaptureRecord]) -> bool:
         try:
@@ -170,6 +170,6 @@ class CaptureExporter:
         except Exception:
             # Logged once: a broken sink fails every second.
             level = logging.DEBUG if self.export_failures else logging.WARNING
-            logger.log(level, "capture: %d records could not be kept", len(batch), exc_info=True)
+            logger.log(level, "capture: %d records could not be exported", len(batch), exc_info=True)
             return False
         return True

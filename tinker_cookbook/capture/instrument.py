@@ -1,9 +1,9 @@
 """Records the calls of clients: `sample`, `forward_backward`, `optim_step` and `save_weights_for_sampler`.
 
-The classes themselves are patched, the SDK's and those of the local engine, so that every client of the process is
-recorded. Tags and exporter are those at the time of the call, even if the result arrives later or elsewhere. The
-`_async` variants of these methods call them, and only pass on their own tags. A coroutine that is never awaited makes
-no request, and has no record.
+The classes are patched, the SDK's and the local engine's, so every client of the process is recorded. A record has the
+tags and the exporter of the time of the call, even if the result arrives later or in another thread. The `_async` variants
+of these methods call them, and only pass on the caller's tags. A coroutine that is never awaited makes no request, and has
+no record.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def instrument_tinker(exporter: CaptureExporter) -> None:
     with _lock:
         _exporter = exporter
         for sampling, training in backends.client_classes():
-            _change(sampling, "sample", _describe_sample, _sampled)
+            _patch(sampling, "sample", _describe_sample, _sampled)
             for name, describe in _TRAINING.items():
-                _change(training, name, describe, _trained)
+                _patch(training, name, describe, _trained)
 
 
 def uninstrument_tinker() -> None:
@@ -55,7 +55,7 @@ def uninstrument_tinker() -> None:
             setattr(owner, name, original)
 
 
-def _change(
+def _patch(
     owner: type,
     name: str,
     describe: Callable[[Any, Mapping[str, Any]], CaptureRecord],

@@ -1,4 +1,4 @@
-"""Refuses to be imported, and says what there is in place of a recording proxy."""
+"""Importing this raises an error that names the alternatives to a recording proxy."""
 
 from tinker_cookbook.exceptions import MissingPackageError
 

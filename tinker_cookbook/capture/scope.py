@@ -14,7 +14,7 @@ ScopeValue: TypeAlias = str | int | float | bool | None
 """A tag's value: a JSON scalar."""
 
 RESERVED_KEYS = frozenset({"run_id", "run_attempt", "split", "iteration", "group_idx", "traj_idx", "purpose"})
-"""Tags whose meaning is agreed on; any others may be given too."""
+"""Tags with a fixed meaning; others are allowed too."""
 
 _current: ContextVar[Mapping[str, ScopeValue]] = ContextVar("capture_scope", default=MappingProxyType({}))
 

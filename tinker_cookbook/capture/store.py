@@ -1,8 +1,8 @@
-"""Refuses to be imported, and says what there is in place of an SQL store."""
+"""Importing this raises an error that names the alternatives to an SQL store."""
 
 from tinker_cookbook.exceptions import MissingPackageError
 
 raise MissingPackageError(
-    "tinker_cookbook.capture.store: this library keeps what is captured in files, without a SQL store and its daemon; "
+    "tinker_cookbook.capture.store: this library keeps captured records in files, without an SQL store and its daemon; "
     "use capture.JsonlFileSink, whose capture/*.jsonl DuckDB or pandas can query"
 )

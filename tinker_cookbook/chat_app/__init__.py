@@ -1,1 +1,1 @@
-"""A chat on the terminal, under the public package's path."""
+"""A terminal chat, at tinker-cookbook's path."""

@@ -1,4 +1,4 @@
-"""A plain chat with a policy; `python -m recipes.chat` has commands, logprobs and seeds besides.
+"""A plain chat with a policy; `python -m recipes.chat` also has commands, logprobs and seeds.
 
 python -m tinker_cookbook.chat_app.tinker_chat_cli base_model=Qwen/Qwen3-8B model_path=tinker://.../sampler_weights/final
 """
@@ -16,9 +16,9 @@ from tinker_cookbook.weights_config import WeightsConfig
 
 @chz.chz
 class Config(CheckpointKey, LongestReply, Temperature, ServiceKeys, temperature=0.7):
-    """Whom to talk to, and how replies are sampled."""
+    """The policy to talk to, and how its replies are sampled."""
 
-    base_model: str = chz.field(default="Qwen/Qwen3.5-9B-Base", doc="the model, where no weights are named")
+    base_model: str = chz.field(default="Qwen/Qwen3.5-9B-Base", doc="the model, if model_path is not given")
     top_p: float = chz.field(default=0.9, doc="sample from the likeliest tokens of this probability")
 
 
@@ -53,7 +53,7 @@ class ChatSession:
         prompt = self.renderer.build_generation_prompt(self.conversation_history)
         response = await self.sampling_client.sample(prompt, 1, params)
         reply, _ = self.renderer.parse_response(list(response.sequences[0].tokens))
-        # Unmodified: a renderer renders reasoning of earlier turns as its model expects it, or leaves it out.
+        # Unmodified: the renderer renders or drops the reasoning of earlier turns, as its model expects.
         self.conversation_history.append(reply)
         return format_content_as_string(reply["content"], separator="\n--------\n")
 

@@ -83,14 +83,14 @@ class HeldOut(FieldGroup):
 
     test_size: int | None = chz.field(
         default=0,
-        doc=f"Rows held out as the test set; 0: no test set; None: {TEST_SIZE}, of fewer than {2 * TEST_SIZE} a tenth.",
+        doc=f"Rows held out as the test set; 0: no test set; None: {TEST_SIZE}, or a tenth of fewer than {2 * TEST_SIZE}.",
         validator=not_negative,
     )
 
 
 @chz.chz(typecheck=True)
 class HoldOut(HeldOut):
-    """How a dataset without a test split of its own is divided (`hold_out`)."""
+    """How a dataset without a test split is divided (`hold_out`)."""
 
     shuffle_seed: int | None = chz.field(default=0, doc="Seed of the shuffle before the split; None keeps the order.")
 

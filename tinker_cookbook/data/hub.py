@@ -38,13 +38,13 @@ class DatasetKey(FieldGroup):
     """A dataset, on the hub or elsewhere."""
 
     dataset: str = chz.field(
-        doc="Dataset id on the hub (owner/name), or a folder: data files, or what save_to_disk wrote."
+        doc="Dataset id on the hub (owner/name), or a folder of data files or written by save_to_disk."
     )
 
 
 @chz.chz(typecheck=True)
 class HubSplits(TrainSplit, TestSplit):
-    """What of a hub dataset to read."""
+    """The parts of a hub dataset to read."""
 
     config_name: str | None = chz.field(default=None, doc="Configuration of the dataset, where it has several.")
 
@@ -67,7 +67,7 @@ KNOWN = {
 """Short names of well-known datasets."""
 
 _SAVED = ("dataset_dict.json", "state.json")
-"""One of these lies in a folder that `save_to_disk` wrote."""
+"""A folder written by `save_to_disk` contains one of these."""
 
 
 def find(name: str, known: Iterable[str] = ()) -> HubDataset | None:
@@ -81,7 +81,7 @@ def load(name: str, split: str | None = None, config: str | None = None, streami
     """A split of a dataset; without `split` a mapping of all splits.
 
     Args:
-        name: a hub id (owner/name), a folder of data files, or one that `save_to_disk` wrote.
+        name: a hub id (owner/name), a folder of data files, or one written by `save_to_disk`.
         split: in the syntax of `datasets`, such as train or train[:1000].
         config: name of the dataset's configuration, if it has several.
         streaming: return an iterable dataset, without downloading it first.
@@ -100,7 +100,7 @@ def load(name: str, split: str | None = None, config: str | None = None, streami
             return datasets.load_dataset(str(folder), config, split=split, streaming=streaming)
         saved: Any = datasets.load_from_disk(str(folder))
     except Exception as error:  # the hub raises many types, all of which mean that the dataset is not available
-        advice = _instead_of(folder) if folder.is_dir() else "check its name and that it can be reached"
+        advice = _folder_advice(folder) if folder.is_dir() else "check its name and that it can be reached"
         raise ConfigurationError(f"{wanted} could not be loaded: {error}; {advice}") from error
     if config is not None:
         raise ConfigurationError(f"{wanted}: a saved dataset has no configuration {config!r}; leave it out")
@@ -114,8 +114,8 @@ def load(name: str, split: str | None = None, config: str | None = None, streami
     return splits[split]
 
 
-def _instead_of(folder: Path) -> str:
-    """What to type if a folder is not a dataset."""
+def _folder_advice(folder: Path) -> str:
+    """The fix in the error for a folder that is not a dataset."""
     files = sorted(file for file in folder.iterdir() if is_data_file(file.name))
     if not files:
         return f"{folder} is a folder without a .jsonl, .csv or .parquet file; name a file, or the id of a dataset on the hub"

@@ -12,7 +12,7 @@ from tinker_cookbook.data.shipped import shipped_path
 from tinker_cookbook.exceptions import ConfigurationError, DataError, DataFormatError, RendererError
 from tinker_cookbook.utils.files import iterate_jsonl
 from tinker_cookbook.utils.narrowing import is_list, is_object
-from tinker_cookbook.utils.pictures import placed_image
+from tinker_cookbook.utils.pictures import resolve_image
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class BadRows:
     """Handles rows that cannot be used.
 
     Args:
-        on_bad_row: `raise` the first error, or `skip` such rows: they are left out and counted, and the first few
+        on_bad_row: `raise` the first error, or `skip` such rows: they are counted, and the first few are
             logged.
 
     Attributes:
@@ -69,8 +69,8 @@ class BadRows:
         self.examples: dict[str, str] = {}
 
     @contextmanager
-    def left_out(self, place: str) -> Generator[None]:
-        """Treat errors of data and renderers that leave the body as errors of the row at `place`."""
+    def handle_errors(self, place: str) -> Generator[None]:
+        """Handle data and renderer errors raised in the body as errors of the row at `place`."""
         try:
             with located(place):
                 yield
@@ -83,7 +83,7 @@ class BadRows:
             raise error
         self.count += 1
         if place not in self.examples and len(self.examples) < SHOWN_BAD_ROWS:
-            logger.warning("a row is left out (on_bad_row=skip): %s", error)
+            logger.warning("a row is skipped (on_bad_row=skip): %s", error)
             self.examples[place] = str(error)
 
 
@@ -92,11 +92,11 @@ def count_bad_rows(bad_rows: Iterable[BadRows]) -> int:
     return sum({id(bad): bad.count for bad in bad_rows}.values())
 
 
-def tell_bad_rows(bad_rows: Iterable[BadRows]) -> None:
+def log_bad_rows(bad_rows: Iterable[BadRows]) -> None:
     """Log the first skipped rows again, because they were skipped before the run had a log."""
     for bad in bad_rows:
         for example in bad.examples.values():
-            logger.warning("a row is left out (on_bad_row=skip): %s", example)
+            logger.warning("a row is skipped (on_bad_row=skip): %s", example)
 
 
 def parse_rows(
@@ -121,17 +121,17 @@ def parse_rows(
             parsed.append(parse(row))
         except ValueError as error:
             bad.note(row.place, DataFormatError(f"{row.place}: {error}; expected {expected}"))
-    left_out = bad.count - before
+    skipped = bad.count - before
     if not parsed:
-        reason = f"none of its {left_out} rows can be read" if left_out else "there is no row in it"
+        reason = f"none of its {skipped} rows can be read" if skipped else "there is no row in it"
         raise DataFormatError(f"{source}: {reason}; expected {expected} in each")
-    if left_out:
-        logger.warning("%s: %d of %d rows cannot be read and are left out", source, left_out, left_out + len(parsed))
+    if skipped:
+        logger.warning("%s: %d of %d rows cannot be read and are skipped", source, skipped, skipped + len(parsed))
     return parsed
 
 
 def is_data_file(name: str) -> bool:
-    """Whether a dataset's name is that of a data file, by its ending."""
+    """Whether a dataset's name is a data file, by its suffix."""
     return Path(name).suffix in _READERS
 
 
@@ -145,8 +145,8 @@ def read_file(
     """All rows of a file, converted by `parse` (see `parse_rows`), in order.
 
     Args:
-        file_path: .jsonl (an object per line; blank lines are skipped, not counted out), .csv (with a header) or .parquet;
-            another ending is read as .jsonl.
+        file_path: .jsonl (an object per line; blank lines are skipped but keep their line number), .csv (with a header) or
+            .parquet; any other suffix is read as .jsonl.
         expected: the form of a valid row, for error messages.
         field: the setting that names the file, for error messages.
         bad: as in `parse_rows`.
@@ -159,15 +159,16 @@ def read_file(
     bad = bad or BadRows()
     folder = path.resolve().parent
     rows = _READERS.get(path.suffix, _read_jsonl)(path, expected, bad)
-    # A relative path of a picture begins at the file that names it.
+    # Picture paths are relative to the data file.
     rows = (
-        row._replace(content={key: _with_places(value, folder) for key, value in row.content.items()}) for row in rows
+        row._replace(content={key: _resolve_pictures(value, folder) for key, value in row.content.items()})
+        for row in rows
     )
     return parse_rows(rows, parse, str(path), expected, bad)
 
 
-def _with_places(value: Any, folder: Path) -> Any:
-    """The value with the pictures in it (`{"type": "image", "image": ...}`) at their places; a text may be JSON that has some."""
+def _resolve_pictures(value: Any, folder: Path) -> Any:
+    """The value with the picture paths in it (`{"type": "image", "image": ...}`) resolved; a text may be JSON with pictures."""
     if isinstance(value, str):
         if not value.startswith(("[", "{")) or '"image"' not in value:
             return value
@@ -175,15 +176,15 @@ def _with_places(value: Any, folder: Path) -> Any:
             written = json.loads(value)
         except ValueError:
             return value
-        placed = _with_places(written, folder)
-        return value if placed == written else json.dumps(placed, ensure_ascii=False)
+        resolved = _resolve_pictures(written, folder)
+        return value if resolved == written else json.dumps(resolved, ensure_ascii=False)
     if is_list(value):
-        return [_with_places(entry, folder) for entry in value] if any(map(_is_nested, value)) else value
+        return [_resolve_pictures(entry, folder) for entry in value] if any(map(_is_nested, value)) else value
     if not is_object(value):
         return value
     if value.get("type") == "image":
-        return {**value, "image": placed_image(value.get("image"), folder)}
-    return {key: _with_places(entry, folder) if _is_nested(entry) else entry for key, entry in value.items()}
+        return {**value, "image": resolve_image(value.get("image"), folder)}
+    return {key: _resolve_pictures(entry, folder) if _is_nested(entry) else entry for key, entry in value.items()}
 
 
 def _is_nested(value: object) -> bool:
@@ -216,7 +217,7 @@ def _read_csv(path: Path, expected: str, bad: BadRows) -> Iterator[Row]:
             for cells in reader:
                 place = f"{path}:{reader.line_num}"
                 if None in cells or None in cells.values():
-                    bad.note(place, DataFormatError(f"{place}: another number of cells than the header has"))
+                    bad.note(place, DataFormatError(f"{place}: the number of cells differs from the header's"))
                     continue
                 yield Row(place, reader.line_num, {key: cell for key, cell in cells.items() if cell})
         except (csv.Error, UnicodeDecodeError) as error:
@@ -248,7 +249,7 @@ _READERS: dict[str, Callable[[Path, str, BadRows], Iterator[Row]]] = {
 
 @contextmanager
 def located(place: str) -> Generator[None]:
-    """Prefix errors of data and renderers that leave the body with `place: ` (if not empty); their type stays."""
+    """Prefix data and renderer errors raised in the body with `place: ` (if not empty); their type stays."""
     try:
         yield
     except (RendererError, DataError) as error:

@@ -1,4 +1,4 @@
-"""Drawn shapes and questions about them: pictures that Pillow draws on the spot."""
+"""Generated pictures of shapes, drawn by Pillow, and questions about them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COLOURS = {
 }
 NUMBERS = ("no", "one", "two", "three")
 SIDE = 48
-"""Pixels of a picture's side; three by three cells of 16, of which each holds at most one shape."""
+"""Pixels of a picture's side: three by three cells of 16, each with at most one shape."""
 _CELL = 16
 
 
@@ -44,7 +44,7 @@ class Thing:
 
 @dataclass(frozen=True)
 class Scene:
-    """What a picture shows."""
+    """The contents of a picture."""
 
     things: tuple[Thing, ...]
     background: tuple[int, int, int]
@@ -76,7 +76,7 @@ class Scene:
         return image
 
     def question(self, rng: random.Random) -> tuple[str, str]:
-        """A question with one right answer, which is a word, and that answer."""
+        """A question with one right answer, and that answer, a word."""
         shapes, colours = (Counter(getattr(thing, key) for thing in self.things) for key in ("shape", "colour"))
         choices = [("How many shapes are there?", NUMBERS[len(self.things)])]
         for thing in self.things:

@@ -8,7 +8,7 @@ from tinker_cookbook.utils.narrowing import is_object
 
 EXAMPLE_DATA = Path(backends.shipped.EXAMPLE_DATA)
 TINY_MODEL = "tiny_model"
-"""Key of the config.json of the models that `tools/` makes; transformers keeps it in copies and merged models."""
+"""Key in config.json of the models made by `tools/`; transformers keeps it in copies and merged models."""
 
 
 def shipped_model(name: str) -> str:

@@ -39,7 +39,7 @@ HUB_PROMPTS = ("deepmath", "tulu3")
 """Short names of datasets on the hub."""
 
 COLUMNS = ("messages", "prompt", "question")
-"""Where a row may have its prompt: a conversation (up to its last user message), or a text."""
+"""Columns that may hold the prompt: a conversation (up to its last user message), or a text."""
 _EXPECTED = f"an object with one of {', '.join(COLUMNS)}"
 
 
@@ -92,7 +92,7 @@ def read_lines(path: Path) -> list[str]:
         raise DataFormatError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
     lines = [line for line in lines if line]
     if not lines:
-        raise DataFormatError(f"{path}: the file holds no line of text")
+        raise DataFormatError(f"{path}: the file has no line of text")
     return lines
 
 
@@ -118,7 +118,7 @@ class DistillationDatasetConfig(RLData, GroupsPerBatch, WithTeacher, groups_per_
 
 
 class PromptOnlyEnv(OneTurnEnv):
-    """A prompt to answer, after `convo_prefix`, with reward 0. Metric: ended, the reply ended itself."""
+    """A prompt to answer, after `convo_prefix`, with reward 0. Metric: ended, 1 if the reply ended by itself."""
 
     def __init__(self, prompt: Content, renderer: Renderer, convo_prefix: list[Message] | None = None):
         super().__init__(renderer)
@@ -171,11 +171,11 @@ class PromptOnlyDatasetBuilder(
     group_size=REQUIRED,
     max_prompt_tokens=1024,
 ):
-    """Prompts from a file or the hub, shuffled once, some of them held out."""
+    """Prompts from a file or the hub, shuffled once; some may be held out."""
 
     DOCS = docs(
-        test_size="prompts of the test set, held out unless test_dataset_name is given; None: as many as are usual",
-        max_prompt_tokens="longer prompts are left out, and counted in a warning; None: no limit",
+        test_size="prompts of the test set, held out unless test_dataset_name is given; None: the default number",
+        max_prompt_tokens="longer prompts are skipped, and counted in a warning; None: no limit",
     )
 
     dataset_name: str = chz.field(doc="a .txt or .jsonl file, deepmath, tulu3, or a hub dataset id (see load_prompts)")
@@ -202,14 +202,14 @@ class PromptOnlyDatasetBuilder(
         return training, PromptOnlyDataset(test, renderer, self.groups_per_batch, 1) if test else None
 
     def _split(self, renderer: Renderer) -> tuple[list[list[Message]], list[list[Message]]]:
-        prompts = self._fitting(renderer, self.dataset_name)
+        prompts = self._load_fitting(renderer, self.dataset_name)
         if self.test_dataset_name is not None:
-            others = self._fitting(renderer, self.test_dataset_name)
+            others = self._load_fitting(renderer, self.test_dataset_name)
             count = usual_test_size(len(others)) if self.test_size is None else min(self.test_size, len(others))
             return prompts, random.Random(self.seed).sample(others, count)
         return hold_out(prompts, self.test_size, self.seed, self.dataset_name)
 
-    def _fitting(self, renderer: Renderer, dataset_name: str) -> list[list[Message]]:
+    def _load_fitting(self, renderer: Renderer, dataset_name: str) -> list[list[Message]]:
         prompts = [[*(self.convo_prefix or []), *messages] for messages in load_prompts(dataset_name, self.split)]
         if self.max_prompt_tokens is None:
             return prompts
@@ -221,8 +221,8 @@ class PromptOnlyDatasetBuilder(
             )
         fitting = [prompt for prompt, length in zip(prompts, lengths, strict=True) if length <= self.max_prompt_tokens]
         if len(fitting) < len(prompts):
-            left_out = len(prompts) - len(fitting)
-            logger.warning("%d of %d prompts are longer than max_prompt_tokens: left out", left_out, len(prompts))
+            skipped = len(prompts) - len(fitting)
+            logger.warning("%d of %d prompts are longer than max_prompt_tokens: skipped", skipped, len(prompts))
         return fitting
 
 

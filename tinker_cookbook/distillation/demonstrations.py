@@ -36,7 +36,7 @@ DEFAULT_DEMO_TEMPLATE = (
     "{question}\n\nHere is a good answer to this question:\n{golden_answer}\n\n"
     "Now answer the question in your own words, with the thoughts that lead to the answer."
 )
-"""What the teacher is asked; {question} and {golden_answer} are filled in."""
+"""The teacher's user message; {question} and {golden_answer} are filled in."""
 
 PREFIX = "sdft"
 
@@ -86,11 +86,11 @@ def check_template(template: str) -> None:
     try:
         fields = {name for _, name, _, _ in Formatter().parse(template) if name is not None}
     except ValueError as error:
-        raise ConfigurationError(f"demo_template: {error}; write braces that are text twice") from error
+        raise ConfigurationError(f"demo_template: {error}; double braces that are literal text") from error
     if fields != {"question", "golden_answer"}:
         raise ConfigurationError(
-            f"demo_template has the fields {sorted(fields)}: it needs {{question}} and {{golden_answer}}; write braces that "
-            "are text twice"
+            f"demo_template has the fields {sorted(fields)}: it needs {{question}} and {{golden_answer}}; double braces "
+            "that are literal text"
         )
 
 
@@ -112,9 +112,9 @@ class _Reply:
     """A student's reply as context for the teacher."""
 
     prompt: list[media.Element]
-    """the teacher's"""
+    """the teacher's prompt"""
     tokens: list[int]
-    """of the reply, as many as fit in the teacher's context"""
+    """the reply's tokens that fit in the teacher's context"""
     first: int
     """position of the datum that predicts the reply's first token"""
     is_cut: bool
@@ -188,7 +188,7 @@ async def build_topk_distillation_datums(
         length = datum.model_input.length
         targets_NK, weights_NK = np.zeros((length, topk), np.int64), np.zeros((length, topk), np.float32)
         if i in scores:
-            ids, q = _known(scores[i], len(reply.tokens) - skip_first_n_tokens, vocab_size)
+            ids, q = _normalised_targets(scores[i], len(reply.tokens) - skip_first_n_tokens, vocab_size)
             first = reply.first + skip_first_n_tokens
             targets_NK[first : first + len(ids)], weights_NK[first : first + len(ids)] = ids, q
             entropies.append(-(q * np.log(np.where(q > 0, q, 1.0))).sum(axis=1)[q.any(axis=1)])
@@ -212,10 +212,10 @@ async def build_topk_distillation_datums(
 
 
 build_reverse_kl_datums = build_topk_distillation_datums
-"""Datums for `reverse_kl_custom_loss`: the same ones."""
+"""Datums for `reverse_kl_custom_loss`."""
 
 
-def _known(
+def _normalised_targets(
     scores: TeacherScores, count: int, vocab_size: int | None
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
     """Ids and probabilities (count, K) of the last positions: tokens in the student's vocabulary come first and sum to

@@ -21,7 +21,7 @@ from tinker_cookbook.utils.misc_utils import gather_all
 from tinker_cookbook.utils.seeds import derive_seed
 
 CONCURRENCY = 64
-"""Lines asked at a time; the next ones wait, so that what shares a batch never depends on timing."""
+"""Lines per wave; the next wave waits for the last reply, so that batching never depends on timing."""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from tinker_cookbook.distillation.demonstrations import (
     compute_sdft_advantages,
     reverse_kl_custom_loss,
 )
-from tinker_cookbook.distillation.sdpo import shown_to_teachers, success_of
+from tinker_cookbook.distillation.sdpo import first_success, teacher_hints
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.field_groups import SystemPrompt
 from tinker_cookbook.models import info as model_info
@@ -121,7 +121,7 @@ class SDFTOptions(SystemPrompt, SamplingOptions, lora_rank=128):
         "replies that failed (SDPO; with teacher_sync_every=1 and topk=0 as in the paper)",
     )
     success_reward: float = chz.field(
-        default=1.0, doc="demonstrations=rollouts: total reward from which on a reply is a success"
+        default=1.0, doc="demonstrations=rollouts: minimum total reward of a successful reply"
     )
     demo_template: str = chz.field(
         default=DEFAULT_DEMO_TEMPLATE, doc="the teacher's question, with {question} and {golden_answer}"
@@ -131,7 +131,7 @@ class SDFTOptions(SystemPrompt, SamplingOptions, lora_rank=128):
     )
     max_context_length: int = chz.field(
         default=32768,
-        doc="of the teacher's prompt and the reply, in tokens; longer replies are cut",
+        doc="limit of the teacher's prompt plus the reply, in tokens; longer replies are truncated",
         validator=chz.validators.gt(0),
     )
 
@@ -263,17 +263,17 @@ class _Loop(StepLoop):
             self._teacher = await move_reference(self.session, f"teacher-{step:06d}")
         prompts_P = [self._teacher_prompt(*pair) for pair in zip(questions, answers, strict=True)]
         if self._config.demonstrations == "rollouts":
-            data_D, metadata_D, prompts_P = self._show_rollouts(groups, questions, data_D, metadata_D)
+            data_D, metadata_D, prompts_P = self._with_hints(groups, questions, data_D, metadata_D)
             metrics |= {"sdpo/trained_replies": len(data_D), "sdpo/groups_with_success": self._successes(groups)}
             if not data_D:
-                logger.warning("step %d: no reply failed of which anything can be said; skipped", step)
+                logger.warning("step %d: no failed reply has a successful peer or feedback; skipped", step)
                 return None
         with timed("teacher", metrics):
             batch = await self._learn(step, data_D, metadata_D, prompts_P, metrics)
         if (window := current_window()) is not None:  # time spent in rollouts and their environments
             metrics |= {**window.aggregate(), **metrics}
         sampled = sum(trajectory.num_action_tokens for group in groups for trajectory in group.trajectories_G)
-        # The teacher reads a prompt of its own and then the reply.
+        # The teacher reads its prompt and then the reply.
         asked = sum(
             prompts_P[meta["group_idx"]].length + int((datum.loss_fn_inputs["mask"].to_numpy() > 0).sum())
             for datum, meta in zip(data_D, metadata_D, strict=True)
@@ -301,21 +301,21 @@ class _Loop(StepLoop):
         write_vocabulary(store, self.session.training_client.get_tokenizer())
         write_rollouts(store, step, StepRollouts(groups, [step] * len(groups), zeros_P, run=about))
 
-    def _show_rollouts(
+    def _with_hints(
         self,
         groups: Sequence[TrajectoryGroup],
         questions: Sequence[str],
         data_D: Sequence[tinker.Datum],
         metadata_D: Sequence[DatumMetadata],
     ) -> tuple[list[tinker.Datum], list[DatumMetadata], list[tinker.ModelInput]]:
-        """The datums whose teacher is shown something, each with a prompt of its own, which the new metadata name."""
-        shown = shown_to_teachers(groups, metadata_D, self._renderer, self._config.success_reward)
+        """The datums for which the teacher gets a hint, and a prompt for each; `group_idx` of the new metadata is its index."""
+        shown = teacher_hints(groups, metadata_D, self._renderer, self._config.success_reward)
         prompts = [self._teacher_prompt(questions[metadata_D[i]["group_idx"]], text) for i, text in shown.items()]
         metadata = [DatumMetadata(group_idx=new, traj_idx=metadata_D[i]["traj_idx"]) for new, i in enumerate(shown)]
         return [data_D[i] for i in shown], metadata, prompts
 
     def _successes(self, groups: Sequence[TrajectoryGroup]) -> int:
-        return sum(success_of(group, self._config.success_reward) is not None for group in groups)
+        return sum(first_success(group, self._config.success_reward) is not None for group in groups)
 
     def _teacher_prompt(self, question: str, answer: str) -> tinker.ModelInput:
         config = self._config
@@ -359,7 +359,7 @@ class _Loop(StepLoop):
             )
             return None
         if config.reverse:
-            return Batch(soft_D, reverse_kl_custom_loss, _own_metrics, config.num_substeps)
+            return Batch(soft_D, reverse_kl_custom_loss, _custom_metrics, config.num_substeps)
         entropy = teacher_metrics["sdft/mean_teacher_entropy"]
         return Batch(
             soft_D,
@@ -373,6 +373,6 @@ def _loss(output: tinker.ForwardBackwardOutput, count: float) -> dict[str, float
     return {"train/loss": output.metrics["loss:sum"] / count}
 
 
-def _own_metrics(output: tinker.ForwardBackwardOutput) -> Mapping[str, float]:
+def _custom_metrics(output: tinker.ForwardBackwardOutput) -> Mapping[str, float]:
     """Metrics of the custom loss, without the prefixes and suffixes that the engine adds."""
     return {key.partition(":")[0]: value for key, value in output.metrics.items() if key.startswith("sdft/")}

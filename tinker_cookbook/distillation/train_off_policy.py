@@ -16,7 +16,7 @@ from functools import partial
 
 import chz
 
-from tinker_cookbook.data.rows import count_bad_rows, tell_bad_rows
+from tinker_cookbook.data.rows import count_bad_rows, log_bad_rows
 from tinker_cookbook.distillation.targets import ScoredBatch, TeacherKLEvaluator, score_batch
 from tinker_cookbook.distillation.teachers import WithTeacher, check_teachers, open_teachers, teachers_by_field
 from tinker_cookbook.exceptions import ConfigurationError
@@ -37,7 +37,7 @@ from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.misc_utils import timed
 
 CHECKED_BATCHES = 100
-"""Batches of each dataset rendered before a model is loaded. A dataset of that size is thereby checked whole."""
+"""Batches of each dataset rendered and checked before a model is loaded."""
 MIXTURE_KEY = "mixture"
 
 
@@ -80,7 +80,7 @@ class _Plan:
     test: list[SourcedDatum]
     end: int
     bad_at_start: int
-    """rows that were left out as the data was read, and of the test data"""
+    """rows skipped while reading the data, and those of the test data"""
 
 
 def check_config(config: Config) -> _Plan:
@@ -180,19 +180,19 @@ class _Loop(StepLoop):
         super().__init__(session, rounds, plan.end, submit_ahead=1, update_span="train", adam=adam)
         self._mixture, self._score = plan.mixture, score
         self._bad_at_start = plan.bad_at_start
-        tell_bad_rows(plan.mixture.bad_rows)
+        log_bad_rows(plan.mixture.bad_rows)
 
     async def read(self, step: int, metrics: Metrics) -> Batch | None:
         bad_rows = self._mixture.bad_rows
         before = count_bad_rows(bad_rows)
         examples = self._mixture.get_batch(step)
         if bad_rows:
-            left_out = count_bad_rows(bad_rows) - before
-            metrics |= {"data/bad_rows": left_out, "data/bad_rows_at_start": self._bad_at_start}
+            skipped = count_bad_rows(bad_rows) - before
+            metrics |= {"data/bad_rows": skipped, "data/bad_rows_at_start": self._bad_at_start}
         if not examples:
             return None
         with timed("teacher", metrics):
             batch = await self._score(examples)
-        # To score a datum, the teacher is asked for a token behind it.
+        # To score a datum, the teacher also samples a token after it.
         asked = scoring_usage([datum for _, datum in examples]) + TokenUsage(sampled=len(examples))
         return Batch(batch.soft_data(), "cross_entropy", batch.report, usage=asked)

@@ -95,10 +95,10 @@ class CompositeDatasetBuilder(TaughtDatasets, RLDatasetBuilder):
 
 @chz.chz(typecheck=True)
 class _LoopConfig(train.Config):
-    """The config of the loop, plus the settings of the penalty, so that the run's files record both."""
+    """The loop's config plus the settings of the penalty, so that the run's files record both."""
 
     teacher_kl_coef: float = chz.field(doc="weight of the reverse KL to the teacher")
-    teacher_kl_discount: float = chz.field(doc="how far a token answers for the ones after it")
+    teacher_kl_discount: float = chz.field(doc="discount of later tokens' differences in a token's penalty")
 
 
 def check_config(config: Config) -> None:

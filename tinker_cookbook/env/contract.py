@@ -29,16 +29,16 @@ _FORMS: dict[Form, tuple[str, ...]] = {
     "questions": ("dataset", "rubric"),
     "episodes": ("initial_observation", "step"),
 }
-"""What makes each form, the first that is complete counts."""
+"""The methods of each form; the first complete form is used."""
 _MIXED = (("dataset", "step"), ("initial_observation", "rubric"))
-"""What stands for questions where no form is complete."""
+"""Attributes that provide questions if no form is complete."""
 
 CLIENTS = ("sampling_client", "service_client", "training_client", "base_model")
-"""What `build` may take, and `needs` may name."""
+"""Arguments that `build` may take, and names allowed in `needs`."""
 
 
 def form_of(candidate: Any) -> Form | None:
-    """The form of an object or a class; None: it has no complete form."""
+    """The form of an object or class; None: no form is complete."""
     for form, names in _FORMS.items():
         if all(hasattr(candidate, name) for name in names):
             return form
@@ -51,7 +51,7 @@ def is_partial(candidate: Any) -> bool:
 
 
 def missing_parts(candidate: Any) -> str:
-    """Which attributes each of the three forms lacks."""
+    """A text with the attributes that each of the three forms lacks."""
     if candidate is None:
         return (
             "it returned nothing; `return` an object with initial_observation and step (an episode), with dataset and rubric "
@@ -127,7 +127,9 @@ def _rows(dataset: Any, what: str) -> list[Mapping[str, Any]]:
         if info is not None and not is_mapping(info):
             raise ConfigurationError(f"{what}[{i}].info is {type(info).__name__}; it is a mapping or left out")
         if taken := sorted(set(info or {}) & set(INFO)):
-            raise ConfigurationError(f"{what}[{i}].info[{taken[0]!r}]: the name is that of a client; choose another")
+            raise ConfigurationError(
+                f"{what}[{i}].info[{taken[0]!r}]: the name is reserved for a client; choose another"
+            )
     return rows
 
 
@@ -171,7 +173,7 @@ INFO = (
     "run",
     "group",
 )
-"""Keys that `info` has besides those of the row."""
+"""Keys that `info` has in addition to the row's."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +216,7 @@ class EnvContext:
 
 
 def build_arguments(build: Callable[..., Any], clients: RunClients) -> dict[str, Any]:
-    """The keyword arguments that `build` accepts, besides its first argument."""
+    """The keyword arguments that `build` accepts, after its first argument."""
     parameters = inspect.signature(build).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return {name: getattr(clients, name) for name in CLIENTS[1:]}
@@ -231,7 +233,7 @@ def check_build(candidate: Any, owner: str) -> tuple[str, ...]:
     for parameter in named:
         if parameter.name not in CLIENTS[1:] and parameter.default is parameter.empty:
             raise ConfigurationError(
-                f"{owner}.build takes {parameter.name}, which nothing gives; besides the sampling client it may take "
+                f"{owner}.build takes {parameter.name}, which is not available; after the sampling client it may take "
                 f"{', '.join(CLIENTS[1:])}"
             )
     required = [p.name for p in named if p.name in CLIENTS and p.default is p.empty]

@@ -128,7 +128,7 @@ class LoadedEnvironment(Environment):
         return Groups(make, test=None if tested else ())
 
     def draws(self) -> bool:
-        """Whether it takes `rng`, so that it draws a new episode for each group."""
+        """Whether it takes `rng`, and so draws a new episode for each group."""
         return self.load is not None and "rng" in inspect.signature(self.load).parameters
 
     @property

@@ -216,7 +216,7 @@ class BuiltWithClients:
         self._built: tuple[Any, Shared] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_built": None}  # what is built depends on clients of this process
+        return vars(self) | {"_built": None}  # the built object depends on clients of this process
 
     async def episodes(self, count: int, number: int, seed: int, context: EnvContext) -> list[Any]:
         context.check_needs(self._needs, self._owner)
@@ -242,7 +242,7 @@ class BuiltWithClients:
 
 
 def copy_for_member(env: Any, owner: str, context: EnvContext | None = None) -> Any:
-    """A member's own copy, which shares clients, tokenizer and renderer with the other members.
+    """A copy for one member, which shares clients, tokenizer and renderer with the other members.
 
     Raises ConfigurationError for an object that cannot be copied.
     """

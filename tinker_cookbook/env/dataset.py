@@ -32,7 +32,7 @@ class Place(NamedTuple):
     position: int
     """within the batch"""
     seed: int
-    """of what the group draws"""
+    """seed of the group's draws"""
     is_test: bool
 
     @property
@@ -48,7 +48,7 @@ class Groups:
         make: (item, attempts, place) -> group.
         train: items, shuffled differently in each pass; None: every group is drawn from its seed, and its item is its
             number.
-        pool: a curriculum, which draws the training items by their places in `train`; None: there is none.
+        pool: a curriculum, which draws training items by index in `train`; None: there is none.
         test: items that are asked once each, at most num_test; None: num_test draws; empty: there is no test set.
     """
 
@@ -65,7 +65,7 @@ class DatasetSettings(PromptLimit, Seeded, GroupSizes, ModelKey):
     renderer_name: str = chz.field(
         default=None,
         x_type=cast(Any, Optional[str]),  # noqa: UP045
-        doc="how messages become tokens; None: as the model was made for",
+        doc="how messages become tokens; None: the model's own renderer",
         munger=lambda self, name: name or model_info.get_recommended_renderer_name(self.model_name),
     )
     num_batches: int = chz.field(default=20, doc="training batches", validator=chz.validators.gt(0))
@@ -143,7 +143,7 @@ class Environment(ABC):  # noqa: B024 (`groups` or `datasets`)
 class DatasetBuilder(DatasetSettings, RLDatasetBuilder):
     """Batches of an environment's groups for a model."""
 
-    env: Environment = chz.field(doc="what is asked, and how a group is made of it")
+    env: Environment = chz.field(doc="the items, and how a group is made from one")
 
     @property
     def shared_system_prompt(self) -> str | None:

@@ -34,10 +34,10 @@ from tinker_cookbook.utils.narrowing import is_list_or_tuple, is_mapping, is_tup
 from tinker_cookbook.utils.reward_threads import call_reward
 
 NewMessages: TypeAlias = str | Message | Sequence[Message]
-"""A text is what the user says."""
+"""A text is a user message."""
 
 MAX_TURNS = 10
-"""Replies per episode, where neither the class nor the caller says."""
+"""Default number of replies per episode."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class TurnResult:
     """The result of a reply, if a number or new messages cannot express it."""
 
     messages: NewMessages = ()
-    """what is new since the reply"""
+    """messages that follow the reply"""
     reward: float = 0.0
-    """of this turn"""
+    """reward of this turn"""
     done: bool | None = None
     """whether the episode ends here; None: if there are no new messages"""
     metrics: Metrics = field(default_factory=Metrics)
@@ -162,7 +162,7 @@ def make_episode(episode: type, env_args: Mapping[str, Any], seed: int) -> Messa
 
 
 class EpisodeEnv(MessageEnv):
-    """Stores the conversation for an object that returns only what is new."""
+    """Stores the conversation for an object that returns only new messages."""
 
     def __init__(self, episode: Any):
         self.episode = episode

@@ -61,7 +61,7 @@ class Game(Protocol):
         ...
 
     def observe(self, role: str) -> NewMessages:
-        """What is new for a role that moves next; the first time also the rules and its hand."""
+        """The news for a role that moves next; the first time also the rules and its hand."""
         ...
 
     def act(self, role: str, text: str) -> None:
@@ -92,7 +92,7 @@ class Match:
         """(role, what it said), in order"""
         self._given: dict[str, str] = {}
         self._silent: set[str] = set()
-        """roles that have left, in a game that takes their silence for moves"""
+        """roles that have left, in a game that counts their silence as moves"""
         self._changed = asyncio.Event()
         self._error: BaseException | None = None
         self._to_move = self._ask()
@@ -134,7 +134,7 @@ class Match:
         self._move_for_silent()
 
     def leave(self, role: str) -> None:
-        """This role stops playing: a forfeit, unless the match is over or takes its silence for a move."""
+        """This role stops playing: a forfeit, unless the match is over or counts its silence as a move."""
         if self.is_over:
             return
         if getattr(self.game, "takes_silence", False):
@@ -151,7 +151,7 @@ class Match:
             self._move_for_silent()
 
     def fail(self, error: BaseException) -> None:
-        """A player cannot continue; all waiting players get the error."""
+        """Called when a player cannot continue; all waiting players get the error."""
         self._error = error
         self._wake()
 

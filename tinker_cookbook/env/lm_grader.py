@@ -59,7 +59,7 @@ class GraderConfig(AskConfig):
 
     @property
     def identity(self) -> dict[str, str | float | None]:
-        """Identifies the grader, to tell its grades from those of others."""
+        """Identifies the grader, to distinguish its grades from others'."""
         return {
             "base_url": self.endpoint.base_url or "",
             "model": self.endpoint.model or "",

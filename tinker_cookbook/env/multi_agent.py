@@ -100,7 +100,7 @@ class PlayerEnv(EnvFromMessageEnv):
         return result
 
     def rollout_ended(self) -> None:
-        """The rollout of this role has ended, for any reason."""
+        """Called when the rollout of this role has ended, for any reason."""
         self.role_env.match.leave(self.role_env.role)
 
 
@@ -110,8 +110,8 @@ class MatchGroupBuilder(EnvGroupBuilder):
 
     Attributes:
         roles: the roles that the policy plays, in the order of the game's.
-        trained: those of them that are trained.
-        opponent, step: who plays the other roles, and from which checkpoint (opponent=past).
+        trained: the roles that are trained.
+        opponent, step: the player of the other roles, and its checkpoint (opponent=past).
     """
 
     game: Callable[..., Any]
@@ -240,8 +240,8 @@ class MultiAgent(Environment):
 
     game: type = chz.field(doc="class of the game")
     game_args: dict[str, Any] = chz.field(default_factory=dict, doc="arguments of its constructor, besides rng")
-    opponents: OpponentConfig = chz.field(default_factory=OpponentConfig, doc="who the policy plays with")
-    test_opponent: str = chz.field(default=SELF, doc="who it is evaluated against: self, start or a script, or weights")
+    opponents: OpponentConfig = chz.field(default_factory=OpponentConfig, doc="opponent in training")
+    test_opponent: str = chz.field(default=SELF, doc="opponent in evaluations: self, start or a script, or weights")
     trained_roles: tuple[str, ...] | None = chz.field(default=None, doc="roles that are trained; None: all of them")
 
     @chz.validate
@@ -309,7 +309,7 @@ def multi_agent_env(
         trained_roles: roles that are trained, also as one text with commas; None: all.
 
     Raises:
-        ConfigurationError: the class lacks something, takes other arguments, or does not know the opponent.
+        ConfigurationError: the class is incomplete, takes other arguments, or does not define the opponent.
     """
     check_game(game)
     args = dict(game_args or {})

@@ -36,7 +36,7 @@ class OpponentKeys:
         "a script of the game; or weights (tinker://<run>/sampler_weights/<name>)",
     )
     opponent_share: float = chz.field(
-        default=1.0, doc="share of the groups that meet this opponent; in the others the policy has all roles"
+        default=1.0, doc="share of the groups that play against this opponent; in the others the policy has all roles"
     )
     num_past: int = chz.field(
         default=4, doc="opponent=past: the newest checkpoints among which to draw", validator=chz.validators.gt(0)
@@ -53,14 +53,14 @@ class OpponentConfig(OpponentKeys):
     """An opponent, with the settings of the run that its past checkpoints come from."""
 
     past_every: int = chz.field(
-        default=0, doc="opponent=past: steps between the checkpoints that are met, as the run's save_every"
+        default=0, doc="opponent=past: steps between the opponents' checkpoints, as the run's save_every"
     )
     past_lag: int = chz.field(
         default=0, doc="opponent=past: batches that are sampled ahead, as async_config.max_steps_off_policy"
     )
 
     def kind(self, game: Any) -> Kind:
-        """The kind of opponent. Raises ConfigurationError for a name that the game does not know."""
+        """The kind of opponent. Raises ConfigurationError for a name that the game does not define."""
         return kind_of(self.opponent, game)
 
     def meets(self, rng: random.Random) -> str:
@@ -90,7 +90,7 @@ def script_of(opponent: str, game: Any) -> Script | None:
 
 
 def past_steps(batch: int, every: int, lag: int, newest: int) -> list[int]:
-    """The steps of the checkpoints that the groups of a batch may meet, 0 for the start; all are saved before the
+    """The steps of the possible opponents' checkpoints for a batch, 0 for the start; all are saved before the
     batch is sampled.
     """
     saved = range(every, batch - lag, every) if every > 0 else range(0)

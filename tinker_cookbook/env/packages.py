@@ -1,4 +1,4 @@
-"""Where to look for `load_environment`: installed packages, importable modules, files and folders.
+"""Look up `load_environment` in installed packages, importable modules, files and folders.
 
 reasoning_gym:leg_counting       an environment of the library that takes names after a colon
 ghost_words                      an entry point of the group tinker_cookbook.environments, or a module of that name
@@ -38,9 +38,9 @@ SHIPPED: dict[str, str] = {"reasoning_gym": "tinker_cookbook.env.reasoning.envir
     }.items()
     for name in names
 }
-"""The library's own, by name: modules with a load_environment."""
+"""The library's environments by name: modules with a load_environment."""
 TAKES_NAMES = ("reasoning_gym",)
-"""Those that take names after a colon, which are the first argument of their load_environment."""
+"""Environments that take names after a colon, the first argument of their load_environment."""
 
 
 def installed_environments() -> list[str]:

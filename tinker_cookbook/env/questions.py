@@ -62,7 +62,7 @@ def tool_env(
         dataset, reward_fn, system_prompt, test_dataset: as in `single_turn_env`; `reply` is the answer's text, empty
             if the episode ended without one.
         tools: typed functions with a docstring, plain or async, or tools of `tinker_cookbook.tool_use`.
-        max_turns: replies per episode, including those with tool calls; the episode is then scored as it is.
+        max_turns: replies per episode, including those with tool calls; the episode is then scored as it stands.
 
     Raises:
         ConfigurationError: as in `single_turn_env`; also a function that cannot be a tool.

@@ -84,7 +84,7 @@ def unregister_env(name: str) -> None:
 
 
 def known_envs() -> list[str]:
-    """The names that get_env accepts: registered ones in order, the library's own, those of installed packages."""
+    """The names that get_env accepts: registered ones in order, the library's, those of installed packages."""
     return [*_ENVS.names(), *installed_environments()]
 
 
@@ -124,13 +124,15 @@ def load(name: str, /, **args: Any) -> Environment:
 
 
 def _is_loader(part: type) -> bool:
-    """Whether a class follows the contract, so that its objects are environments."""
+    """Whether a class follows the contract, so its objects are environments."""
     return form_of(part) is not None and not issubclass(part, MessageEnv | RLDatasetBuilder)
 
 
 def _ready(part: Any, name: str, given: Mapping[str, Any]) -> Any:
     if given:
-        raise ConfigurationError(f"env_args.{next(iter(given))}: {name} is ready as it is and takes no arguments")
+        raise ConfigurationError(
+            f"env_args.{next(iter(given))}: {name} is a finished environment and takes no arguments"
+        )
     return part
 
 

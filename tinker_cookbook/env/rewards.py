@@ -1,4 +1,4 @@
-"""The weighted sum of named functions that all rewards here use.
+"""The weighted sum of named functions, used by all rewards.
 
 A task's `reward_fn=compression:0.5,my.py:score`, a debate's `debate_reward=judge:0.5,task:0.5`, an environment's
 rubric and a language model's rubric all use this module: to parse names and weights, to call the functions, and to

@@ -26,9 +26,9 @@ from tinker_cookbook.utils.narrowing import is_mapping, is_sequence
 
 CONVERSATIONS = ("prompt", "completion")
 FIELDS = (*CONVERSATIONS, "answer", "task", "state", "info")
-"""What a function of one reply may take."""
+"""Arguments of a function of one reply."""
 GROUP_FIELDS = tuple(f"{name}s" for name in FIELDS)
-"""What a function of a whole group may take: lists, in the order of the members."""
+"""Arguments of a function of a whole group: lists, in the order of the members."""
 
 
 class Messages(list[Message]):
@@ -47,7 +47,7 @@ class Messages(list[Message]):
 
     def _refuse(self, operator: str) -> NoReturn:
         raise TypeError(
-            f"a text {operator} a list of messages is never what is meant; annotate the parameter as `str` to be given the "
+            f"a text {operator} a list of messages is always a mistake; annotate the parameter as `str` to get the "
             'text of the last message, or read [-1]["content"]'
         )
 
@@ -71,7 +71,7 @@ class _Scorer:
     weight: float
     call: Call
     as_text: frozenset[str]
-    """of these, the conversations that it is given as text"""
+    """those of these that are conversations and are passed as text"""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Scoring:
     of_reply: tuple[_Scorer, ...]
     of_group: tuple[_Scorer, ...]
     owner: str
-    """what errors call the environment"""
+    """the environment's name in errors"""
     own: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """objects of the rubric that its functions may take by name, such as a parser"""
 
@@ -123,7 +123,7 @@ class Scoring:
         return weighted_sum(values), metrics
 
     async def score_group(self, fields_G: Sequence[Mapping[str, Any]]) -> list[tuple[float, Metrics]]:
-        """What the group functions add to each member's reward."""
+        """The contribution of the group functions to each member's reward."""
         plural = {f"{name}s": [fields[name] for fields in fields_G] for name in FIELDS}
         values_G: list[list[tuple[float, float]]] = [[] for _ in fields_G]
         metrics_G: list[Metrics] = [{} for _ in fields_G]
@@ -176,7 +176,7 @@ def _scorer(function: Any, weight: Any, owner: str, objects: Sequence[str]) -> _
     if unknown:
         also = f"{', '.join(objects)}, " if objects else ""
         raise ConfigurationError(
-            f"{owner}.rubric: {name} takes {unknown[0]}, which nothing gives; parameters are called {', '.join(FIELDS)}, "
+            f"{owner}.rubric: {name} takes {unknown[0]}, which is not available; parameters are called {', '.join(FIELDS)}, "
             f"{also}or, for a function of a whole group, {', '.join(GROUP_FIELDS)}"
         )
     if {p.name for p in named} & set(FIELDS) and {p.name for p in named} & set(GROUP_FIELDS):

@@ -173,7 +173,7 @@ class AcceptanceKeys:
 
 @chz.chz(typecheck=True)
 class ExtraRequest(FieldGroup):
-    """What is asked besides."""
+    """The additional request."""
 
     extra_request: str = chz.field(default="", doc="appended to the system prompt")
 

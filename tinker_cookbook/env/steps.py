@@ -17,7 +17,7 @@ class Step:
     name: str
     """how speeches call it"""
     claim: str
-    """what it says, so that it can be checked without the rest"""
+    """its claim, which can be checked without the rest"""
     holds: bool
 
 
@@ -56,7 +56,7 @@ class StepTask(Task):
     def step_of_speech(self, item: TaskItem, steps: Sequence[Step], speech: str) -> Step | None:
         """The step of an answer with these steps that a speech points at; None: it points at none.
 
-        A task whose speakers may name what is not among them makes a step of it here.
+        A task whose speakers may name something else makes a step of it here.
         """
         named = self.named_step(speech)
         return next((step for step in steps if step.name == named), None)

@@ -56,7 +56,7 @@ class Task(ABC):
     default_reward: str
     rewards: ClassVar[Mapping[str, RewardFn]] = MappingProxyType({})
     debate_prompts: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """the task's own wording of a debate's turns, by field of debate.prompts.DebatePrompts"""
+    """the task's wording of a debate's turns, by field of debate.prompts.DebatePrompts"""
 
     def __init__(self, reward: RewardSpec | None = None):
         self.reward = reward or RewardSpec.parse(self.default_reward, self.rewards)

@@ -17,7 +17,7 @@ from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.plugins import Kind, Registry, describe, parameter_problem
 
 TaskBuilder: TypeAlias = Callable[[RewardSpec | None], Task]
-"""What makes a task, given a reward (None: the task's own): a subclass of Task, or a function."""
+"""Makes a task, given a reward (None: the task's default): a subclass of Task, or a function."""
 
 
 def _problem(part: Any) -> str | None:
@@ -82,7 +82,7 @@ def shipped_datasets() -> dict[str, list[str]]:
 
 
 def get_task(task: str | TaskBuilder, reward_fn: str | OwnRewardFn | None = None) -> Task:
-    """The task with this reward (None: the task's own).
+    """The task with this reward (None: the task's default).
 
     Args:
         task: a known name, `package.module:object`, `path/file.py:object`, or a function that makes a task.

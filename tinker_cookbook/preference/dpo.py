@@ -27,7 +27,7 @@ class DPOOptions(EpochOptions):
 
     dpo_beta: float = chz.field(
         default=0.1,
-        doc="how much a log-ratio counts; small: far from the reference",
+        doc="weight of the log-ratios; a small value allows a policy far from the reference",
         validator=chz.validators.gt(0),  # pyright: ignore[reportUnknownMemberType]
     )
     loss_type: LossType = chz.field(
@@ -40,7 +40,7 @@ class DPOOptions(EpochOptions):
 
 @chz.chz(typecheck=True)
 class Config(DPOOptions, EpochConfig, learning_rate=1e-5):
-    """A DPO run. The batches of its data are pairs, chosen and rejected in turn (DPODatasetBuilderFromComparisons)."""
+    """A DPO run. The batches of its data are pairs, alternately chosen and rejected (DPODatasetBuilderFromComparisons)."""
 
     reference_model_name: str | None = chz.field(
         default=None, doc="a base model as the reference policy: short for reference.base_model"
@@ -79,7 +79,7 @@ def compute_dpo_loss(
 
     Args:
         chosen_logprobs: (B,) or B scalars, the sums over reply tokens; the loss is differentiable in these and in
-            rejected_logprobs. The two of the reference are constants.
+                rejected_logprobs. The reference's logprobs are constants.
         chosen_lengths: (B,) numbers of reply tokens; only used by the two length-normalised losses.
 
     Returns:
@@ -137,7 +137,7 @@ def _check_lengths(parts: Sequence[torch.Tensor]) -> None:
 def check_pairs(data: Sequence[tinker.Datum], where: str, context: int | None = None) -> None:
     """Raise DataValidationError unless the datums are pairs that fit the context, with weights of 0 and 1."""
     if len(data) % 2 or not data:
-        raise DataValidationError(f"{where} has {len(data)} datums; DPO takes chosen and rejected in turn")
+        raise DataValidationError(f"{where} has {len(data)} datums; DPO takes chosen and rejected alternately")
     for i, datum in enumerate(data):
         weights = datum.loss_fn_inputs["weights"].to_torch()
         if not weights.any() or not ((weights == 0) | (weights == 1)).all():

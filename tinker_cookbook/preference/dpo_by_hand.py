@@ -1,4 +1,4 @@
-"""Steps of DPO for custom synchronous loops: clients, one update, a look at an example.
+"""Steps of DPO for custom synchronous loops: clients, one update, printing an example.
 
 The library's own loop is train_dpo.py, which pipelines, resumes bitwise and records its reference policy.
 """

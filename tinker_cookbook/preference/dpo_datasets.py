@@ -29,7 +29,7 @@ class PairRenderer:
     def __call__(self, row: ComparisonRow) -> list[tinker.Datum]:
         """Raises RendererError, or DataValidationError when truncation leaves no pair."""
         labeled = row.labeled
-        assert labeled.chosen is not None and labeled.rejected is not None, "ties are left out before"
+        assert labeled.chosen is not None and labeled.rejected is not None, "ties are removed earlier"
         prompt = labeled.comparison.prompt_conversation
         pair = [self._datum(prompt, labeled.chosen, "chosen"), self._datum(prompt, labeled.rejected, "rejected")]
         if _is_same(*pair):
@@ -59,7 +59,7 @@ def _is_same(left: tinker.Datum, right: tinker.Datum) -> bool:
 class DPODatasetBuilderFromComparisons(FromComparisons, ChatDatasetBuilder):
     """Pairs from labeled comparisons; `common_config.batch_size` counts pairs, and no pair is split.
 
-    Ties do not say which reply is better, so they are left out, and their number is logged. The last assistant turn is
+    Ties do not say which reply is better, so they are skipped, and their number is logged. The last assistant turn is
     compared unless common_config.train_on_what says otherwise.
     """
 
@@ -84,5 +84,5 @@ class DPODatasetBuilderFromComparisons(FromComparisons, ChatDatasetBuilder):
 def _without_ties(rows: Rows, which: str) -> Rows:
     kept = [row for row in rows if row.labeled.chosen is not None]
     if len(kept) < len(rows):
-        logger.info("%d of %d %s comparisons are ties, which DPO leaves out", len(rows) - len(kept), len(rows), which)
+        logger.info("%d of %d %s comparisons are ties, which DPO skips", len(rows) - len(kept), len(rows), which)
     return kept

@@ -42,8 +42,8 @@ Prompt: TypeAlias = list[Message]
 
 
 class PreferenceEnv(OneTurnEnv):
-    """A prompt whose rewards come from comparisons in the group. Metric: format, the reply
-    ended itself.
+    """A prompt whose reward comes from comparisons in the group. Metric: format, 1 if the reply
+    ended by itself.
     """
 
     def __init__(self, convo_prefix: Prompt, policy_renderer: Renderer):
@@ -79,9 +79,7 @@ def get_pairs_chunked(n: int, pattern: TournamentPattern, chunk_size: int) -> li
     Raises ConfigurationError for chunks of fewer than 2.
     """
     if chunk_size < 2:
-        raise ConfigurationError(
-            f"chunks of {chunk_size} leave everybody without an opponent; use chunks of at least 2"
-        )
+        raise ConfigurationError(f"chunks of {chunk_size} leave members without an opponent; use chunks of at least 2")
     starts = [start for start in range(0, n, chunk_size) if start == 0 or n - start > 1]
     return [
         (start + i, start + j)
@@ -185,7 +183,7 @@ class PairwisePreferenceRLDatasetBuilder(
         default=TournamentPattern.ALL_PAIRS_BOTH_WAYS, doc="which pairs are compared"
     )
     matchup_group_size: int = chz.field(
-        default=4, doc="members that are compared with each other; larger groups are cut into such chunks"
+        default=4, doc="members that are compared with each other; larger groups are split into chunks of this size"
     )
     content_preprocessor: Callable[[str], str] | None = chz.field(
         default=None, doc="prepares a reply's text for the preference model, for example removes its reasoning"
@@ -193,7 +191,7 @@ class PairwisePreferenceRLDatasetBuilder(
     format_coef: float = chz.field(default=1.0, doc="penalty of a reply that did not end by itself")
     with_test_set: bool = chz.field(
         default=True,
-        doc="also roll out on the held-out prompts; rewards there sum to 0, lengths and format tell something",
+        doc="also roll out on the held-out prompts; rewards sum to 0 there, but lengths and format are informative",
     )
 
     @chz.validate

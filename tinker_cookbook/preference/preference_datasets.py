@@ -85,7 +85,7 @@ class ComparisonDatasetBuilder(HoldOut):
         rows = [ComparisonRow(f"{type(self).__name__}[{split}][{i}]", labeled) for i, labeled in converted if labeled]
         if len(rows) < len(converted):
             logger.info(
-                "%s: %d of %d rows were left out", type(self).__name__, len(converted) - len(rows), len(converted)
+                "%s: %d of %d rows were skipped", type(self).__name__, len(converted) - len(rows), len(converted)
             )
         return rows
 
@@ -99,7 +99,7 @@ class ComparisonDatasetBuilder(HoldOut):
             return hold_out(rows, 0, None, "the source of comparisons")[0], test
         if self.test_size and test is not None:
             raise ConfigurationError(
-                f"test_size={self.test_size}: the comparisons have a test set of their own; set test_size=0"
+                f"test_size={self.test_size}: the comparisons have their own test set; set test_size=0"
             )
         size = self.test_size if test is None else 0
         train, held_out = hold_out(rows, size, self.shuffle_seed, "the source of comparisons")
@@ -153,7 +153,7 @@ def _parse(row: Row) -> ComparisonRow:
 
 @chz.chz(typecheck=True)
 class PromptColumn(FieldGroup):
-    """Where the prompt is."""
+    """The column of the prompt."""
 
     prompt_column: str | None = chz.field(default="prompt", doc="None: the common beginning of chosen and rejected")
 
@@ -197,11 +197,9 @@ class Columns(NamedTuple):
         """The comparison with the chosen reply as A."""
         chosen, rejected = (turn_of_row(row, name, "assistant") for name in (self.chosen, self.rejected))
         if self.prompt is None:
-            prompt = _common_beginning(chosen, rejected)
+            prompt = _common_prefix(chosen, rejected)
             if not prompt:
-                raise ValueError(
-                    f"{self.chosen!r} and {self.rejected!r} have no beginning in common; name prompt_column"
-                )
+                raise ValueError(f"{self.chosen!r} and {self.rejected!r} have no common prefix; name prompt_column")
         else:
             prompt = turn_of_row(row, self.prompt, "user")
         replies = [
@@ -214,13 +212,13 @@ class Columns(NamedTuple):
             if reply[0]["role"] in ("system", "user"):
                 other = "the other reply" if self.prompt is None else repr(self.prompt)
                 raise ValueError(
-                    f"{name!r} has another prompt than {other}, and after what they share a {reply[0]['role']} message; both "
-                    "replies must answer one prompt (prompt_column=None: what chosen and rejected begin with)"
+                    f"{name!r} and {other} have different prompts: after their common prefix comes a {reply[0]['role']} message; "
+                    "both replies must answer one prompt (prompt_column=None: the common prefix)"
                 )
         return Comparison(prompt, *replies)
 
 
-def _common_beginning(left: Sequence[Message], right: Sequence[Message]) -> list[Message]:
+def _common_prefix(left: Sequence[Message], right: Sequence[Message]) -> list[Message]:
     """The common prefix of both, which ends before the last assistant turn at the latest."""
     pairs = takewhile(lambda pair: pair[0] == pair[1], zip(left[:-1], right[:-1], strict=False))
     return [message for message, _ in pairs]
@@ -228,7 +226,7 @@ def _common_beginning(left: Sequence[Message], right: Sequence[Message]) -> list
 
 @chz.chz(typecheck=True)
 class FromComparisons(FieldGroup):
-    """Comparisons to make something else of."""
+    """A source of comparisons."""
 
     comparison_builder: ComparisonDatasetBuilder = chz.field(doc="source of the comparisons")
 
@@ -242,7 +240,7 @@ class ChatDatasetBuilderFromComparisons(FromComparisons, ChatDatasetBuilder):
 
     swap: bool = chz.field(
         default=False,
-        doc="train on each comparison also with A and B exchanged, against a preference for a position: twice the data",
+        doc="also train on each comparison with A and B exchanged, against position bias: twice the data",
     )
 
     @chz.validate

@@ -56,7 +56,7 @@ __all__ = [
 
 
 def check_config(config: Config) -> EpochData:
-    """Check everything that needs no model; returns the data that were read for that.
+    """Check everything that needs no model; returns the data that were read to check them.
 
     Raises:
         ConfigurationError: backend, model, reference, or nothing to train on.

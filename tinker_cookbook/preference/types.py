@@ -30,7 +30,7 @@ from tinker_cookbook.weights_config import WeightsConfig
 Label: TypeAlias = Literal["A", "B", "Tie"]
 LABELS: tuple[Label, ...] = get_args(Label)
 LABEL_SCORES: dict[Label, float] = {"A": -1.0, "Tie": 0.0, "B": 1.0}
-"""What a label is worth as a preference: +1 when B is better."""
+"""The preference for each label: +1 when B is better."""
 
 _SWAPPED: dict[Label, Label] = {"A": "B", "B": "A", "Tie": "Tie"}
 
@@ -98,7 +98,7 @@ COMPARISON_REQUEST = "Which reply is better? Answer A, B or Tie."
 class ComparisonRendererFromChatRenderer(ComparisonRenderer):
     """The comparison as one user message, the label as the assistant's reply, in the chat format of `convo_renderer`.
 
-    Text and pictures are shown: for a completion with tool calls, the model sees the text around them.
+    Only text and pictures are shown: of a completion with tool calls, the model sees the text around them.
     """
 
     def __init__(self, convo_renderer: Renderer):

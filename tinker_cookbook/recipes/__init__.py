@@ -1,7 +1,7 @@
-"""`python -m tinker_cookbook.recipes.NAME` is `python -m recipes.NAME`; nothing of `recipes` is imported before it is used.
+"""`python -m tinker_cookbook.recipes.NAME` is `python -m recipes.NAME`; `recipes` is imported on first use.
 
-Recipes that another package keeps at this path are found first, if that package stands on the path behind this one: then
-`tinker_cookbook.recipes.sl_basic` is theirs, and what they do not have is ours.
+If another package on the path also has `tinker_cookbook/recipes`, its recipes take precedence: `tinker_cookbook.recipes.sl_basic`
+is then that package's, and only recipes that it lacks are ours.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import tinker_cookbook
 _HERE = Path(__file__).parent
 _PREFIX = f"{__name__}."
 
-ELSEWHERE = {
+MOVED = {
     "chat_sl.train": "chat_sl",
     "distillation.off_policy_reasoning": "distillation.off_policy",
     "distillation.on_policy_distillation": "distillation.on_policy",
@@ -34,7 +34,7 @@ ELSEWHERE = {
     "sdft.train": "distillation.sdft",
     "verifiers_rl.train": "verifiers_rl",
 }
-"""Recipes that the public package keeps in another folder -> where they are here. Their keys are those of `--help` here."""
+"""tinker-cookbook's path of a recipe -> its path here. The keys are those of our recipe's `--help`."""
 
 
 def _folders() -> list[str]:
@@ -45,7 +45,7 @@ def _folders() -> list[str]:
 
 
 def _ours() -> set[str]:
-    """The modules of `recipes` and those of ELSEWHERE, with the packages above them."""
+    """The modules of `recipes` and those of MOVED, with the packages above them."""
     spec = importlib.util.find_spec("recipes")
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError(
@@ -53,12 +53,12 @@ def _ours() -> set[str]:
         )
     root = spec.submodule_search_locations[0]
     files = [path.relative_to(root).with_suffix("").parts for path in Path(root).rglob("*.py")]
-    names = {".".join(parts).removesuffix(".__init__") for parts in files} | ELSEWHERE.keys()
+    names = {".".join(parts).removesuffix(".__init__") for parts in files} | MOVED.keys()
     return {".".join(parts[:n]) for name in names if (parts := name.split(".")) for n in range(1, len(parts) + 1)}
 
 
 class _Forwarder(Loader):
-    """A module whose names are those of another, and that runs it when it is run. A package may stand for no module."""
+    """A module that forwards its names to another one, and runs it when it is run. A package may have no target."""
 
     def __init__(self, target: str):
         self._target = f"recipes.{target}"
@@ -78,7 +78,7 @@ class _Forwarder(Loader):
 
 
 class _Finder(MetaPathFinder):
-    """Comes last, so it is asked for what is in none of the folders of `__path__`."""
+    """The last finder, so it only gets modules that are in none of the folders of `__path__`."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -90,12 +90,12 @@ class _Finder(MetaPathFinder):
         if base not in ours:
             raise ModuleNotFoundError(f"there is no recipe {base!r}; there are {', '.join(_recipes())}", name=fullname)
         is_package = any(other.startswith(f"{name}.") for other in ours)
-        return ModuleSpec(fullname, _Forwarder(ELSEWHERE.get(base, base)), origin=fullname, is_package=is_package)
+        return ModuleSpec(fullname, _Forwarder(MOVED.get(base, base)), origin=fullname, is_package=is_package)
 
 
 def _recipes() -> list[str]:
     known = importlib.import_module("recipes.__main__").recipes()
-    return [*known, *(name for name in ELSEWHERE if name not in known)]
+    return [*known, *(name for name in MOVED if name not in known)]
 
 
 __path__ = _folders()

@@ -24,7 +24,7 @@ Baseline: TypeAlias = Literal[
 ]
 SURVIVORS_HINT = (
     " Rejection leaves members of equal reward (accept_min_reward with rewards of 0 and 1, say): advantage.baseline=constant "
-    "gives each of them the same advantage."
+    "gives all of them the same advantage."
 )
 Scale: TypeAlias = Literal["sum", "sequence", "token", "turn"]
 Credit: TypeAlias = Literal["episode", "turn"]
@@ -44,22 +44,22 @@ class AdvantageKeys:
     )
     parts: dict[str, float] | None = chz.field(
         default=None,
-        doc="baseline=gdpo: metrics of the members that are rewards of their own, and their weights (advantage.parts.correct=1)",
+        doc="baseline=gdpo: metrics of the members to treat as separate rewards, with weights (advantage.parts.correct=1)",
     )
     later_baseline: Baseline | None = chz.field(
         default=None, doc="credit=turn: baseline of the turns after the first; None: the same one"
     )
     scale: Scale | None = chz.field(
         default=None,
-        doc="what the loss sums up to: sum of tokens; sequence: mean over each trajectory's tokens; token: mean over all "
+        doc="normalisation of the loss: sum of tokens; sequence: mean over each trajectory's tokens; token: mean over all "
         "tokens of the batch; turn: mean over each turn's tokens",
     )
     credit: Credit | None = chz.field(
         default=None,
-        doc="what a token is credited with: episode: the total reward of its trajectory; turn: the reward of its turn "
-        "alone, against the same turn of the others",
+        doc="the reward that a token gets: episode: the total reward of its trajectory; turn: the reward of its turn "
+        "only, against the same turn of the others",
     )
-    role_decay: float | None = chz.field(default=None, doc="baseline=role: share of the old running mean that stays")
+    role_decay: float | None = chz.field(default=None, doc="baseline=role: decay of the running mean")
 
     def over(self, base: AdvantageConfig) -> AdvantageConfig:
         """`base`, overridden by the fields that are set here. Raises ConfigurationError for fields that do not go
@@ -104,7 +104,7 @@ class AdvantageConfig(AdvantageKeys):
             )
         if self.credit != "turn" and self.later_baseline is not None:
             raise ConfigurationError(
-                f"later_baseline={self.later_baseline} is for turns with a credit of their own; add credit=turn"
+                f"later_baseline={self.later_baseline} needs a separate credit for each turn; add credit=turn"
             )
 
 
@@ -198,7 +198,7 @@ def _gdpo_advantages(
 
 
 def part_rewards(group: TrajectoryGroup, name: str, index: int = 0) -> torch.Tensor:
-    """A metric of each member as a reward, float64 (G,): summed over its turns, plus that of the group's reward.
+    """A metric of each member as a reward, float64 (G,): its sum over the turns, plus its value in the group's metrics.
 
     Raises DataValidationError if a member has no such metric, or one that is not finite; `index` is the group in the message.
     """
@@ -242,7 +242,7 @@ def subtract_baseline(rewards_G: torch.Tensor, counted_G: torch.Tensor, baseline
     if baseline == "none":
         return rewards_G
     if bool((survivors == survivors[0]).all()):
-        return torch.zeros_like(rewards_G)  # exactly zero, whatever the mean would be rounded to
+        return torch.zeros_like(rewards_G)  # exactly zero, regardless of the rounding of the mean
     advantages_G = rewards_G - survivors.mean()
     if baseline == "maxrl":
         return _maxrl_advantages(rewards_G, survivors)
@@ -303,7 +303,7 @@ def is_constant(group: TrajectoryGroup) -> bool:
 
 def lacks_signal(group: TrajectoryGroup, config: AdvantageConfig) -> bool:
     """Whether a group cannot train: `is_constant`, or for gdpo, whether each of its rewards is the same for all members that
-    train. Groups with credit=turn never count as lacking it: equal totals may be sums of different turns.
+    train. Never true with credit=turn: equal totals may be sums of different turns.
     """
     if config.credit == "turn":
         return False

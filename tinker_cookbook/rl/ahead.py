@@ -1,6 +1,6 @@
 """Groups sampled ahead of the training step: when they start, which ones a step takes, and what a checkpoint stores.
 
-A group has a position in a batch of the dataset, and its seeds depend on batch and position alone. Batch b may start
+A group has a position in a batch of the dataset, and its seeds depend only on batch and position. Batch b may start
 when step b - K is next, where K is `max_steps_off_policy`. So at most K + 1 batches of groups are in flight or waiting
 for training.
 
@@ -50,11 +50,11 @@ class _Open:
 
     builder: EnvGroupBuilder
     version: int | None = None
-    """updates that its policy has seen, once it has started"""
+    """number of updates of its policy, once it has started"""
     sampled: WrappedTrajectoryGroup | None = None
     task: asyncio.Task[None] | None = None
     replaced: list[WrappedTrajectoryGroup] = field(default_factory=list[WrappedTrajectoryGroup])
-    """while it is being sampled: the groups without signal that it replaces"""
+    """the groups without signal that it replaces, while it is being sampled"""
 
 
 class PendingGroups:
@@ -74,15 +74,15 @@ class PendingGroups:
         self._finished: list[GroupKey] = []
         """in the order in which they finished"""
         self._kept: dict[GroupKey, Kept] = {}
-        """those of the checkpoint that the run resumes from"""
+        """groups from the checkpoint that the run resumes from"""
         self._sizes: dict[int, int] = {}
         self._taken: tuple[int, list[GroupKey]] = (-1, [])
-        """the step that took groups last, and which"""
+        """the last step that took groups, and these groups"""
         self._next_batch = sampler.start
         self._running = 0
         self._most_running = sampler.config.max_groups_in_flight
         self._most_started = inf
-        """open groups that may have started: as many as K + 1 batches have"""
+        """maximum number of open groups: those of K + 1 batches"""
         self._paused = self._closed = False
         self._changed = asyncio.Event()
 
@@ -278,10 +278,10 @@ class PendingGroups:
                 about[_FILE] = write_kept(self._session.run.log_path, name, kept)
             self._describe(about)
         except Exception:
-            logger.exception("what was sampled ahead is not kept, and is sampled again")
+            logger.exception("groups sampled ahead are not saved, and are sampled again")
 
     def _to_keep(self) -> tuple[dict[str, Any], dict[GroupKey, Kept]]:
-        """What a checkpoint records of the open groups, and the groups to write to its file."""
+        """A checkpoint's record of the open groups, and the groups to write to its file."""
         self._forget_trained()
         self._describe({})
         about: dict[str, Any] = {}
@@ -303,7 +303,7 @@ class PendingGroups:
         return about, kept
 
     def _describe(self, about: dict[str, Any]) -> None:
-        """What the next checkpoint records; by default that there are no open groups."""
+        """The record in the next checkpoint; by default no open groups."""
         state = self._session.checkpoints.loop_state
         state.pop(AHEAD_KEY, None)
         if about:

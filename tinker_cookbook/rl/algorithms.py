@@ -1,7 +1,7 @@
 """Algorithms: the policy-gradient losses, the settings of each, and published algorithms as presets.
 
-The engine computes the losses; this module only checks what a config may ask of them. A custom loss is a function of
-tensors, which `forward_backward_custom` differentiates here and passes to either engine.
+The engine computes the losses; this module only checks their settings. A custom loss is a function of
+tensors, which `forward_backward_custom` differentiates locally and passes to either engine.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def custom_loss(loss_fn: str | CustomLossFn) -> CustomLossFn | None:
 
 
 def check_loss(loss_fn: str | CustomLossFn, loss_fn_config: Mapping[str, float] | None, backend: str) -> None:
-    """Raises ConfigurationError for an unknown loss, or a setting that the loss (or the hosted trainer) does not have."""
+    """Raises ConfigurationError for an unknown loss, or a setting that the loss (or the hosted trainer) does not support."""
     if custom_loss(loss_fn) is not None:
         if loss_fn_config:
             raise ConfigurationError(
@@ -89,7 +89,7 @@ def check_loss(loss_fn: str | CustomLossFn, loss_fn_config: Mapping[str, float] 
         return
     if loss_fn in LOCAL_LOSSES and backend != "local":
         raise ConfigurationError(
-            f"loss_fn={loss_fn} is computed by the local engine alone, not with backend={backend}; use ppo or cispo there, or "
+            f"loss_fn={loss_fn} exists only in the local engine, not with backend={backend}; use ppo or cispo there, or "
             "give it as a custom loss"
         )
     known = _SETTINGS[str(loss_fn)] | _ANY
@@ -97,7 +97,7 @@ def check_loss(loss_fn: str | CustomLossFn, loss_fn_config: Mapping[str, float] 
         if key not in known:
             raise ConfigurationError(f"loss_fn_config has {key!r}; loss_fn={loss_fn} takes {sorted(known)}")
         if key in _LOCAL_ONLY and backend != "local":
-            raise ConfigurationError(f"loss_fn_config has {key!r}, which only the local engine knows; remove it")
+            raise ConfigurationError(f"loss_fn_config has {key!r}, which only the local engine supports; remove it")
         if not 0 <= value < math.inf:
             raise ConfigurationError(f"loss_fn_config {key}={value}: must be a finite number of at least 0")
     config = loss_fn_config or {}
@@ -116,7 +116,7 @@ def check_loss(loss_fn: str | CustomLossFn, loss_fn_config: Mapping[str, float] 
 
 
 def needs_provenance(loss_fn: str | CustomLossFn, loss_fn_config: Mapping[str, float] | None) -> bool:
-    """Whether each datum must name the samples that it consists of."""
+    """Whether each datum must have the provenance of its samples."""
     return loss_fn == STABLE_REINFORCE or bool((loss_fn_config or {}).get(ROUTE_REPLAY))
 
 
@@ -201,13 +201,13 @@ PRESETS: dict[str, Preset] = {
         _clip(0.8, 1.2),
     ),
     "dr_grpo": Preset(
-        "Liu et al. 2025: centred rewards, neither divided by their deviation nor by the reply's length, clipped ratio",
+        "Liu et al. 2025: centred rewards, divided neither by their deviation nor by the reply's length, clipped ratio",
         AdvantageConfig(baseline="mean", scale="sum"),
         "ppo",
         _clip(0.8, 1.2),
     ),
     "dapo": Preset(
-        "Yu et al. 2025: z-scored rewards, mean over the batch's tokens, the clip's upper bound higher, no constant groups",
+        "Yu et al. 2025: z-scored rewards, mean over the batch's tokens, a higher upper clip bound, no constant groups",
         AdvantageConfig(baseline="zscore", scale="token"),
         "ppo",
         _clip(0.8, 1.28),
@@ -232,7 +232,7 @@ PRESETS: dict[str, Preset] = {
         _clip(0.8, 1.2),
     ),
     "sapo": Preset(
-        "SAPO (arXiv 2511.20347): z-scored rewards, mean over each reply's tokens, a soft gate in place of the clip",
+        "SAPO (arXiv 2511.20347): z-scored rewards, mean over each reply's tokens, a soft gate instead of the clip",
         AdvantageConfig(baseline="zscore", scale="sequence"),
         SAPO,
         {"temperature_positive": 1.0, "temperature_negative": 1.05},

@@ -3,7 +3,7 @@
 Each is a generator that yields the batch of a step when the step before is done. Rollouts are tasks of a task group.
 If the data run out before the steps do, the generator ends.
 
-By default step i trains on batch i, group by group, in whatever order they finish, and sampling 0 batches ahead equals
+By default step i trains on batch i, group by group, in the order in which they finish, and sampling 0 batches ahead equals
 the synchronous loop. With `deterministic=False`, groups are trained in the order in which they finish. Either way
 every group is trained, filtered, replaced, failed or dropped for its age exactly once.
 """
@@ -32,11 +32,11 @@ class Batch:
 
     groups: Sequence[WrappedTrajectoryGroup]
     stale: int = 0
-    """other groups, which were dropped for their age"""
+    """number of groups dropped for their age"""
     minibatch: Minibatch | None = None
-    """their datums, if they are made already"""
+    """their datums, if already made"""
     update: Update | None = None
-    """the update that these datums are submitted to, if they are"""
+    """the update to which these datums are submitted, if any"""
     times: LoopMetrics = field(default_factory=LoopMetrics)
 
 
@@ -66,7 +66,7 @@ async def async_batches(sampler: Sampler, pending: PendingGroups, tasks: asyncio
                 groups, stale = await pending.take(step)
             if not groups:
                 logger.warning(
-                    "the data ran out after %d of %d steps: a step trains on as many groups as a batch has, besides those "
+                    "the data ran out after %d of %d steps: a step trains on as many groups as a batch has, not counting those "
                     "that failed or were removed (groups/failed, groups/filtered)",
                     step,
                     sampler.end,

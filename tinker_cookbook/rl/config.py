@@ -44,7 +44,7 @@ ZeroAdvantages = Literal["stop", "skip", "raise"]
 class OverlapConfig:
     """How sampling and training overlap."""
 
-    groups_per_batch: int | None = chz.field(default=None, doc="groups per batch; None: the dataset's own batches")
+    groups_per_batch: int | None = chz.field(default=None, doc="groups per batch; None: as in the dataset")
     deterministic: bool = chz.field(
         default=True,
         doc="True: step i trains on batch i, in its order, so that the same config, seed and machine give the same metrics "
@@ -114,7 +114,7 @@ class SamplingOptions(GradientClip, Temperature, RunOptions):
         default=1, doc="optimizer steps per batch, each on a share of the datums", validator=chz.validators.gt(0)
     )
     write_records: bool = chz.field(
-        default=True, doc="write the tokens and logprobs of each rollout, and what each step trained on"
+        default=True, doc="write the tokens and logprobs of each rollout, and the training data of each step"
     )
 
     @chz.validate
@@ -147,7 +147,7 @@ class UpdateOptions(RolloutKey, SamplingOptions):
         default=0.0, doc="weight of the KL penalty to a reference policy; 0: none", validator=chz.validators.ge(0)
     )
     kl_discount_factor: float = chz.field(
-        default=0.0, doc="discount of later tokens' KL penalties; 0: each token pays for itself"
+        default=0.0, doc="discount of later tokens' KL penalties; 0: only a token's own penalty counts"
     )
     num_groups_to_log: int = chz.field(
         default=4,
@@ -194,7 +194,7 @@ class RLOptions(MonitorKeys, Truncation, Termination, UpdateOptions):
     )
     overlong: OverlongConfig | None = chz.field(
         default=None,
-        doc="mask replies that are cut off, or lower the reward of long ones; None: they train as any other",
+        doc="mask truncated replies, or lower the reward of long ones; None: they train like any other",
     )
     entropy: EntropyConfig | None = chz.field(default=None, doc="a bonus for entropy; None: none")
     top_entropy_share: float = chz.field(
@@ -235,7 +235,7 @@ class RLOptions(MonitorKeys, Truncation, Termination, UpdateOptions):
         return sys.maxsize if self.num_groups_to_log == -1 else self.num_groups_to_log
 
     def removes_groups(self) -> bool:
-        """Whether groups without signal are removed: as configured, and where they are replaced."""
+        """Whether groups without signal are removed: if configured, or if they are replaced."""
         return self.remove_constant_reward_groups or self.replace_constant_groups > 0
 
     def effective_rollout(self) -> RolloutConfig:
@@ -252,7 +252,7 @@ class RLOptions(MonitorKeys, Truncation, Termination, UpdateOptions):
         return self.effective_rollout().termination
 
     def effective_rollout_strategy(self) -> RolloutStrategy:
-        """What happens when a rollout fails."""
+        """How to handle failed rollouts."""
         return self.effective_rollout().effective_strategy()
 
 
@@ -267,7 +267,7 @@ class SamplingConfig(LongestReply, SamplingOptions, RunConfig, max_tokens=REQUIR
 class Config(RLData, Epochs, RLOptions, SamplingConfig, on_zero_advantages="skip"):
     """A reinforcement learning run. Synchronous, unless `stream_minibatch_config` or `async_config` is given."""
 
-    DOCS = docs(num_epochs="passes over the dataset's batches; max_steps may end the run before")
+    DOCS = docs(num_epochs="passes over the dataset's batches; max_steps may end the run earlier")
 
     def training_loss_fn(self) -> str | Callable[..., Any]:
         """The loss of the run: that of `async_config`, if there is one."""
@@ -283,7 +283,7 @@ def _warn_of_fewer_tokens(top_k: int, top_p: float, min_p: float) -> None:
     """Warn once per process: recipes check a config before they open its folder, and the loop checks it again."""
     logger.warning(
         "top_k=%d, top_p=%g, min_p=%g: rollouts are drawn from fewer tokens than their logprobs are taken over, so that "
-        "training is off-distribution and no ratio shows it; leave them out, unless that is what you study",
+        "training is off-distribution and no ratio shows it; leave them out, unless you study that",
         top_k,
         top_p,
         min_p,
@@ -342,7 +342,7 @@ def check_config(config: Config) -> None:
         )
     if config.training_loss_fn() == "dro":
         raise ConfigurationError(
-            "loss_fn=dro pulls towards the policy that sampled, which off_policy_correction replaces by the trainer's own; "
+            "loss_fn=dro pulls towards the policy that sampled, which off_policy_correction replaces by the trainer's; "
             "leave off_policy_correction out, or use another loss"
         )
 

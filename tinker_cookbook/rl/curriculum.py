@@ -4,9 +4,9 @@
     hard: it was at most `hard_below`                          `hard_share` of each batch, to notice when they come within reach
     all others, also those never seen                          the rest, in shuffled order, epoch after epoch
 
-A group whose members all fail, or all succeed, has no advantage: what it costs to sample is lost. The pools are prime-rl's.
+A group whose members all fail, or all succeed, has no advantage: its samples are wasted. The pools are prime-rl's.
 
-What a batch draws depends on the seed and on the groups of the steps that were done when it was drawn, never on timing. The
+The items of a batch depend on the seed and on the groups of the steps completed when it was drawn, never on timing. The
 pool is part of a checkpoint, with the items of batches that were drawn ahead of it, so a resumed run draws what the
 uninterrupted one does.
 """
@@ -28,10 +28,10 @@ _share = [chz.validators.ge(0), chz.validators.le(1)]
 
 @chz.chz(typecheck=True)
 class CurriculumConfig:
-    """Which items count as easy and hard, and how many of them a batch has."""
+    """Thresholds for easy and hard items, and their shares of a batch."""
 
-    easy_above: float = chz.field(default=1.0, doc="mean reward of a group from which on its item is easy")
-    hard_below: float = chz.field(default=0.0, doc="mean reward of a group up to which its item is hard")
+    easy_above: float = chz.field(default=1.0, doc="minimum mean reward of a group for its item to be easy")
+    hard_below: float = chz.field(default=0.0, doc="maximum mean reward of a group for its item to be hard")
     easy_share: float = chz.field(
         default=0.1, doc="share of each batch that is easy, if there are such items", validator=_share
     )
@@ -54,8 +54,8 @@ class CurriculumConfig:
 class ItemPool(Protocol):
     """Draws the items of batches, and learns from the rewards of their groups.
 
-    `rl.train` asks it for each batch, tells it each group, and keeps its state with checkpoints. A dataset may have one of its
-    own (`RLDataset.item_pool`).
+    `rl.train` draws each batch from it, reports each group to it, and stores its state in checkpoints. A dataset may have its own
+    one (`RLDataset.item_pool`).
     """
 
     def draw(self, batch: int, size: int, num_others: int = 0) -> list[int]:
@@ -80,7 +80,7 @@ class ItemPool(Protocol):
 
 
 class DifficultyPool:
-    """Draws the items of batches, and moves items by the rewards of their groups.
+    """Draws the items of batches, and reclassifies items by the rewards of their groups.
 
     Args:
         num_items: items are numbers below it.
@@ -93,7 +93,7 @@ class DifficultyPool:
         self._easy: set[int] = set()
         self._hard: set[int] = set()
         self._cursor = 0
-        """items of the shuffled order that were drawn or passed over"""
+        """number of items of the shuffled order that were drawn or skipped"""
         self._drawn: dict[int, list[int]] = {}
 
     def draw(self, batch: int, size: int, num_others: int = 0) -> list[int]:
@@ -101,7 +101,7 @@ class DifficultyPool:
         if batch not in self._drawn:
             rng = random.Random(derive_seed(self._seed, "curriculum", batch))
             items = self._take(rng, size)
-            # Replacements come from half an epoch ahead and do not move the cursor: most of them are never played.
+            # Replacements come from half an epoch ahead and do not move the cursor: most of them are never used.
             cursor, self._cursor = self._cursor, self._cursor + self._num_items // 2
             others = self._take(rng, num_others, set(items)) if num_others else []
             self._drawn[batch], self._cursor = items + others, cursor
@@ -130,7 +130,7 @@ class DifficultyPool:
         return items
 
     def record(self, item: int, rewards: Sequence[float]) -> None:
-        """Move an item by the rewards of a group that played it, (G,)."""
+        """Reclassify an item by the rewards of a group that played it, (G,)."""
         mean = sum(rewards) / len(rewards)
         self._easy.discard(item)
         self._hard.discard(item)

@@ -44,7 +44,7 @@ class _Sequence:
     tokens: FlatOb = field(default_factory=list[FlatObElem])
     inputs: dict[str, list[float]] = field(default_factory=lambda: {key: [] for key in _LOSS_INPUTS})
     turns: list[tuple[str | None, int, int]] = field(default_factory=list[tuple[str | None, int, int]])
-    """of each action: its sample, and how many positions of context and tokens of the action it added"""
+    """for each action: its sample, and the numbers of context positions and action tokens that it added"""
 
 
 def trajectory_to_data(
@@ -53,7 +53,7 @@ def trajectory_to_data(
     """The datums of one trajectory. A datum continues as long as each observation extends the previous tokens exactly.
 
     With turns (ob1, ac1), (ob2, ac2) and ob2 = ob1 + ac1 + delta, the datum is ob1 ac1 delta ac2, where ob1 and delta
-    have mask, advantage and logprob 0; so have the positions of pictures, which stay as they are and whose target is 0. If an
+    have mask, advantage and logprob 0; so have the positions of pictures, which are unchanged and have target 0. If an
     observation does not start with exactly the previous tokens, a new datum
     begins. Replies with the metric `parse_error_masked` keep their logprobs but have mask and advantage 0. Datums made
     only of such replies are left out, and so are datums of a single token.
@@ -177,6 +177,6 @@ def scale_turns(data_D: Sequence[tinker.Datum]) -> list[tinker.Datum]:
 
 
 def replace_inputs(datum: tinker.Datum, **inputs: np.ndarray) -> tinker.Datum:
-    """A copy of the datum with some of its loss_fn_inputs replaced."""
+    """A copy of the datum with some loss_fn_inputs replaced."""
     replaced = {key: tinker.TensorData.from_numpy(value) for key, value in inputs.items()}
     return dataclasses.replace(datum, loss_fn_inputs={**datum.loss_fn_inputs, **replaced})

@@ -4,7 +4,7 @@ The gradient of the entropy of a token's distribution p is that of its expected 
 
     d H(p) = - sum over a of p(a) log p(a) d log p(a)
 
-so a sampled token's -log p, taken as an advantage, is an unbiased estimate of it, from the sampled logprob alone. That needs no
+so a sampled token's -log p, used as an advantage, is an unbiased estimate of it, from only the sampled logprob. That needs no
 logits: it is the same on both engines, and for every loss. A constant may be subtracted: its expectation is 0.
 """
 
@@ -31,8 +31,8 @@ class EntropyConfig:
     )
     target: float | None = chz.field(
         default=None,
-        doc="nats per token: below it the coefficient grows by `delta` per step and the bonus counts; above it the coefficient "
-        "shrinks and the bonus is 0; None: the coefficient stays",
+        doc="nats per token: below it the coefficient grows by `delta` per step and the bonus applies; above it the coefficient "
+        "shrinks and the bonus is 0; None: the coefficient is constant",
     )
     delta: float = chz.field(
         default=0.005, doc="change of an adaptive coefficient per step", validator=chz.validators.gt(0)
@@ -52,7 +52,7 @@ class EntropyConfig:
 
 
 def entropy_advantages(surprisal_N: np.ndarray, mask_N: np.ndarray, mean: float, coef: float) -> np.ndarray:
-    """What the bonus adds to a datum's advantages: coef * (surprisal - mean) where the mask is 1, float64 (N,).
+    """The bonus for a datum's advantages: coef * (surprisal - mean) where the mask is 1, float64 (N,).
 
     Args:
         surprisal_N: -log p of each sampled token.
@@ -64,7 +64,7 @@ def entropy_advantages(surprisal_N: np.ndarray, mask_N: np.ndarray, mean: float,
 class EntropyBonus:
     """`entropy_advantages` as a penalty of the training loop (`minibatch.Penalty`).
 
-    Metrics: `optim/entropy_coef`, the coefficient that counted. `end_step` moves an adaptive one; `state` is what a checkpoint
+    Metrics: `optim/entropy_coef`, the coefficient used. `end_step` moves an adaptive one; `state` is what a checkpoint
     stores.
     """
 
@@ -72,7 +72,7 @@ class EntropyBonus:
         self._config = config
         self.coef: float = (state or {}).get("coef", config.coef)
         self.entropy: float | None = (state or {}).get("entropy")
-        """mean surprisal of the sampled tokens of the last step, in nats; None: there was none"""
+        """mean surprisal of the last step's sampled tokens, in nats; None: no step yet"""
         self._sum, self._tokens = 0.0, 0.0
 
     @property
@@ -109,7 +109,7 @@ class EntropyBonus:
         return changed, metrics, TokenUsage()
 
     def end_step(self) -> None:
-        """Move an adaptive coefficient by the entropy of the step's sampled tokens."""
+        """Update an adaptive coefficient from the entropy of the step's sampled tokens."""
         if not self._tokens:
             return
         self.entropy, self._sum, self._tokens = self._sum / self._tokens, 0.0, 0.0

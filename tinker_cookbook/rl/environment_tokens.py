@@ -1,4 +1,4 @@
-"""Cross entropy on what an environment wrote between turns. That is outputs of tools, and what other players say.
+"""Cross entropy on the environment's text between turns: tool outputs, and messages of other players.
 
 A policy that predicts what its tools answer models its environment; verifiers and prime-rl add this term to the policy's loss.
 It is a second pass over the same datums before the same optimizer step: gradients add up, on both engines.
@@ -15,7 +15,7 @@ from tinker_cookbook.utils.lazy import np, tinker
 
 
 def environment_mask(mask_N: np.ndarray) -> np.ndarray:
-    """Which targets of a datum the environment wrote: those between the first and the last sampled token that are not sampled.
+    """Mask of the targets that the environment wrote: unsampled ones between the first and the last sampled token.
 
     Args:
         mask_N: 1 where the policy sampled the target.
@@ -48,7 +48,7 @@ def environment_data(
 
     Args:
         data_D: datums of rollouts, with `mask`.
-        batch_D: those of the whole batch, of which these are a part.
+        batch_D: the datums of the whole batch, which include these.
         scale: `sum`; `sequence` and `turn`: mean over the tokens of each datum; `token`: over those of the batch.
     """
     masks_D = [environment_targets(datum) for datum in data_D]

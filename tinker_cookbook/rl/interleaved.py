@@ -1,6 +1,6 @@
 """Several RL datasets in one run: each batch has groups of every source, in proportion to weights.
 
-The order of groups depends on the weights and the seed alone. So batch i can be made without the batches before it,
+The order of groups depends only on the weights and the seed. So batch i can be made without the batches before it,
 and a resumed run gets the same groups as an uninterrupted one.
 """
 

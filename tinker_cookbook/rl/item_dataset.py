@@ -32,7 +32,7 @@ class ItemDataset(RLDataset, Generic[Group]):
         make_group: (item, (batch, position in the batch)) -> group; the key is for seeds.
         num_groups: groups over the whole run; None: every item once.
         seed: epoch e is shuffled by derive_seed(seed, "epoch", e); None: always the given order.
-        pool: draws the items of batches instead, by their places in `items`; see RLDataset.item_pool.
+        pool: draws the items of batches instead, by index in `items`; see RLDataset.item_pool.
     """
 
     def __init__(
@@ -84,10 +84,10 @@ def evaluation_set(items: Sequence[T], make_group: Callable[[T, tuple[int, int]]
 
 
 def refuse_pool(dataset: RLDataset, name: str) -> None:
-    """Raises ConfigurationError for a dataset with a curriculum of its own, where nothing would tell it rewards."""
+    """Raises ConfigurationError for a dataset with its own curriculum, which would not get rewards here."""
     if dataset.item_pool() is not None:
         raise ConfigurationError(
-            f"{name} has a curriculum of its own, which works only where it is the one dataset of rl.train; turn it off"
+            f"{name} has its own curriculum, which only works if it is the only dataset of rl.train; turn it off"
         )
 
 
@@ -152,13 +152,13 @@ class TrainingBatches:
             smaller; None keeps the dataset's batches.
         max_steps: None for all batches. A value above the number of batches is logged and has no effect.
         num_epochs: passes over the dataset, each in a different order.
-        at_once: groups that are sampled at a time; a batch that is larger causes one warning.
-        num_others: groups that may replace others of a batch, for each of its places.
+        at_once: groups sampled concurrently; a larger batch causes one warning.
+        num_others: number of possible replacements for each group of a batch.
         curriculum: draws the items of batches; None: the dataset's order.
         seed: of the run, for the curriculum.
 
     Attributes:
-        pool: the curriculum's, or the dataset's own; None: there is none.
+        pool: the curriculum's pool, or the dataset's; None: there is none.
 
     Raises:
         ConfigurationError: nothing to train on, or two curricula.
@@ -181,9 +181,7 @@ class TrainingBatches:
             self._of_item = partial(_group_of_item, dataset)
         if curriculum is not None:
             if self.pool is not None:
-                raise ConfigurationError(
-                    "curriculum: the environment has a curriculum of its own; leave one of the two out"
-                )
+                raise ConfigurationError("curriculum: the environment has its own curriculum; leave one of the two out")
             num_items, by_number = dataset.count_items(), GroupSource(dataset, "the dataset")
             self._of_item = partial(_group_of_item, dataset if num_items is not None else by_number)
             self.pool = DifficultyPool(curriculum, by_number.count() if num_items is None else num_items, seed)
@@ -223,7 +221,7 @@ class TrainingBatches:
         return builders
 
     def replacement(self, step: int, place: int, size: int) -> EnvGroupBuilder:
-        """Another group for a step, in place of one without signal. It depends on its place alone, never on timing.
+        """Another group for a step, in place of one without signal. It depends only on its index, never on timing.
 
         They are groups that no batch has, if the dataset knows any (`RLDataset.extra_group`), else groups of later batches, and
         after the last those of the first. Those of a curriculum come from its pool.
@@ -260,7 +258,7 @@ class TrainingBatches:
     def _warn_of_many(self, step: int, count: int) -> None:
         if count > self._at_once:
             logger.warning(
-                "step %d has %d groups: %d of them are sampled at a time (max_groups_in_flight), and all that is sampled stays "
+                "step %d has %d groups: %d of them are sampled at a time (max_groups_in_flight), and all samples stay "
                 "in memory until the step has trained on it. If that is too many, lower groups_per_batch or num_groups",
                 step,
                 count,

@@ -29,10 +29,10 @@ from tinker_cookbook.utils.logtree import Node
 FOLDER = "groups_ahead"
 
 GroupKey: TypeAlias = tuple[int, int]
-"""The batch that a group belongs to and its place in it."""
+"""A group's batch, and its index there."""
 
 Kept: TypeAlias = list[tuple["TrajectoryGroup | FailedGroup", int, float, int]]
-"""A group and then those that it replaced: each with the updates that its policy had seen, the seconds it took, and its place."""
+"""A group, then the ones that it replaced: each with its policy's number of updates, its duration in seconds, and its index."""
 
 
 def write_kept(log_path: Path, name: str, kept: Mapping[GroupKey, Kept]) -> str:
@@ -78,7 +78,7 @@ def read_kept(path: Path) -> dict[GroupKey, Kept]:
                         raise DataFormatError(f"{name} is missing")
             batch, position = row["key"]
             group = _group(row["group"], row["failed"])
-            # Earlier versions had one group per key, and wrote no place.
+            # Earlier versions had one group per key, and wrote no index.
             kept.setdefault((batch, position), []).append(
                 (group, row["version"], row["seconds"], row.get("place", position))
             )

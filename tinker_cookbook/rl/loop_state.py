@@ -1,4 +1,4 @@
-"""What earlier steps of a run leave to later ones, next to the weights. It is stored with every checkpoint."""
+"""State that a run's steps pass on to later ones, in addition to the weights. It is stored with every checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ENTROPY, _POOL = "entropy_bonus", "curriculum"
 
 
 class LoopState:
-    """The state of the checkpoint that the run starts from, if any; then what the steps make of it.
+    """The state of the checkpoint that the run starts from, if any, then updated by the steps.
 
     Attributes:
         role_baselines: for `compute_advantages`, which updates them.

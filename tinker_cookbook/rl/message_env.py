@@ -39,7 +39,7 @@ from tinker_cookbook.utils.lazy import tinker
 logger = logging.getLogger(__name__)
 
 MOST_UNREADABLE = 16
-"""Consecutive truncated replies to one prompt, after which an episode ends in any case."""
+"""Consecutive truncated replies to one prompt after which an episode always ends."""
 
 
 @dataclass
@@ -52,7 +52,7 @@ class MessageStepResult:
     metrics: Metrics = field(default_factory=Metrics)
     logs: Logs = field(default_factory=Logs)
     next_stop_condition: StopCondition | None = None
-    """what ends the next reply; None: the renderer's stop sequences"""
+    """stop sequences of the next reply; None: the renderer's"""
 
 
 class MessageEnv(ABC):
@@ -72,7 +72,7 @@ class MessageEnv(ABC):
         """Take the policy's complete reply. Tool calls that cannot be parsed are in its `unparsed_tool_calls`."""
 
     def describe(self) -> dict[str, Any]:
-        """What records and monitors get about the episode in addition to its turns; empty by default."""
+        """Data about the episode for records and monitors, in addition to its turns; empty by default."""
         return {}
 
     async def observe_truncated_response(self, message: Message) -> list[Message] | None:
@@ -156,7 +156,7 @@ class EnvFromMessageEnv(Env):
 
     @property
     def conversation(self) -> list[Message]:
-        """A copy of the conversation as the env last returned it."""
+        """A copy of the conversation that the env last returned."""
         return copy.deepcopy(self._conversation)
 
     def set_parse_error_policy(self, policy: ParseErrorPolicy) -> None:
@@ -174,7 +174,7 @@ class EnvFromMessageEnv(Env):
             )
 
     def set_max_tool_calls(self, max_tool_calls: int) -> None:
-        """For `run_rollout`, like the next two: passed to the message env. Raises ConfigurationError if it has no
+        """Called by `run_rollout`, as are the next two; passed to the message env. Raises ConfigurationError if it has no
         tools.
         """
         require_method(self.message_env, "set_max_tool_calls", f"max_tool_calls={max_tool_calls}")(max_tool_calls)
@@ -310,7 +310,7 @@ def continue_prompt(
         messages do not begin with what ended the response (role_colon, where only a user may follow). Then render the
         whole prompt again.
     """
-    if getattr(renderer, "has_extension_property", False) is not True:  # a custom renderer need not have it
+    if getattr(renderer, "has_extension_property", False) is not True:  # a custom renderer may lack it
         return None
     stand_in: Message = {"role": "assistant", "content": "."}
     if calls := reply.get("tool_calls"):

@@ -43,7 +43,7 @@ def compute_trajectory_metrics(
 ) -> dict[str, float]:
     """Metrics over all groups as env/all/..., and over the groups of each tag that not all groups have as env/<tag>/...
 
-    `taglist_P` overrides the groups' own tags.
+    `taglist_P` overrides the groups' tags.
     """
     if taglist_P is None:
         taglist_P = [group.tags for group in trajectory_groups_P]
@@ -76,10 +76,8 @@ def _group_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
         "trained_fraction": sum(sum(group.is_trained()) for group in groups) / len(trajectories),
         **_fractions_by_group(groups),
     }
-    # A metric is averaged over the members that report it: only correct debaters report won_if_correct, say. Metrics
-    # that are reported
-    # only when something happened are fractions of all: of episodes, how they ended; of turns, that one could not be
-    # parsed.
+    # A metric is averaged over the members that report it: only correct debaters report won_if_correct, say. Metrics that
+    # are only reported when something happened are fractions of all: stop reasons of episodes, parse errors of turns.
     reported: defaultdict[str, list[float]] = defaultdict(list)
     by_group: defaultdict[str, list[list[float]]] = defaultdict(list)
     for group in groups:
@@ -125,7 +123,7 @@ class RLTestSetEvaluator(SamplingClientEvaluator):
     Args:
         num_groups_to_log: write transcripts of this many first groups, to the folder of the training run
             (`rl.transcripts`).
-        strategy: overrides the strategy of `config`; groups that are given up are counted and left out.
+        strategy: overrides the strategy of `config`; failed groups are counted and left out.
         seed: each evaluation draws the same random numbers, so that a change in the metrics is a change in the policy.
         config: how each rollout is run, as in training.
     """

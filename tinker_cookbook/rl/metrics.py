@@ -21,10 +21,10 @@ from tinker_cookbook.utils.trace import scope_span_sync
 logger = logging.getLogger(__name__)
 
 DEPTHS = (0, 64, 256, 1024, 4096, 16384)
-"""Sampled tokens at which the ranges of `optim/kl_by_depth` begin."""
+"""Depths (numbers of sampled tokens) at which the ranges of `optim/kl_by_depth` begin."""
 KL_BY_DEPTH = "optim/kl_by_depth/"
 _MOST_LOG_RATIO = 80.0
-"""A larger one would be no number in JSON."""
+"""Largest log ratio; the ratio of a larger one is not a JSON number."""
 
 
 async def score_sequences(
@@ -207,7 +207,7 @@ async def incorporate_kl_penalty(
     """Subtract a KL penalty to a reference policy from the advantages of datums, in place.
 
     adv += coef * mask * (mean(diff) - diff), diff = logp_sample - logp_reference, where the mean is over all action
-    tokens. With a discount factor, a token's penalty is the discounted sum of its own and all later ones.
+    tokens. With a discount factor, a token's penalty is the discounted sum of its penalty and all later ones.
 
     Returns:
         `optim/kl_policy_base`, the KL to the reference policy, and the tokens that scoring used.

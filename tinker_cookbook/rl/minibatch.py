@@ -1,4 +1,4 @@
-"""A batch on its way to the optimizer: groups become datums, datums become passes and optimizer steps."""
+"""From groups to datums, and from datums to passes and optimizer steps."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Minibatch:
     metadata_D: list[DatumMetadata]
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     usage: TokenUsage = TokenUsage()  # noqa: RUF009  it is frozen
-    """tokens that the penalties used"""
+    """tokens used by the penalties"""
 
     @property
     def num_trained_groups(self) -> int:
@@ -143,9 +143,9 @@ def _select(
 
 
 class Update:
-    """Collects the passes of one batch's update as they are submitted; `finish` waits for all of them.
+    """One batch's update: collects its passes as they are submitted; `finish` waits for all of them.
 
-    The engine runs calls in the order they are made, so a pass can be submitted as soon as its data is there.
+    The engine runs calls in the order they are made, so a pass can be submitted as soon as its data is available.
     """
 
     def __init__(
@@ -164,11 +164,11 @@ class Update:
         self._custom_loss = custom_loss(loss_fn)
         self._adam = tinker.AdamParams(learning_rate=learning_rate, grad_clip_norm=grad_clip_norm, **ADAM)
         self._environment_data_of = environment_data_of
-        """datums for cross_entropy on what environments wrote, from those of a pass and of its batch; None: none of it trains"""
+        """datums for cross_entropy on environment text, from those of a pass and of its batch; None: that text is not trained"""
         self.usage = TokenUsage()
-        """tokens of passes besides those over the datums themselves"""
+        """tokens of passes other than those over the datums themselves"""
         self._submitted: list[tuple[int | None, Awaitable[Any]]] = []
-        """(datums of a pass, 0 of one over environment tokens, None for a step; what is waited for)"""
+        """(datums of a pass, 0 for one over environment tokens, None for a step; its future)"""
 
     @classmethod
     def of_config(cls, config: Config, training_client: TrainingClient, learning_rate: float) -> Update:

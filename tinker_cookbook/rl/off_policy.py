@@ -2,7 +2,7 @@
 
 With q the sampler's logprob of a token and p0 the trainer's before the update, every token is weighted by its
 truncated ratio exp(p0 - q), and the loss then measures its ratio from p0. This separates the two sources of a
-ratio, staleness and the update itself, so that clipping bounds the update alone (Hilton et al. 2022). Truncation (TIS) is that of
+ratio, staleness and the update itself, so that clipping bounds only the update (Hilton et al. 2022). Truncation (TIS) is that of
 Ionides 2008 and Yao et al. 2025, masking (MIS) that of IcePop (Ant 2025). The weights are
 in the advantages, so both engines take them.
 """
@@ -45,7 +45,7 @@ class OffPolicyCorrection:
 
     @property
     def log_bounds(self) -> tuple[float, float]:
-        """The log ratios between which nothing is cut; the lower one is for mode=mask alone."""
+        """The bounds of the log ratio; the lower one is only used by mode=mask."""
         low = 1 / self.cap if self.low is None else self.low
         return math.log(low) if low > 0 else -math.inf, math.log(self.cap)
 

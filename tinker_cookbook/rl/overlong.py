@@ -1,6 +1,6 @@
 """Overlong filtering and soft overlong punishment (DAPO).
 
-Replies at the limit of tokens are masked, or their reward falls as they come near to it. Both are of Yu et al. 2025, "DAPO"
+Replies at the token limit are masked, or their reward falls as they approach it. Both are from Yu et al. 2025, "DAPO"
 (arXiv 2503.14476), section 3.4. A truncated reply tells nothing about how good it would have been, so its reward is noise; and a
 policy that is only told so at the limit learns nothing about lengths below it.
 """
@@ -15,24 +15,24 @@ from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl.types import StopReason, Trajectory, TrajectoryGroup
 
 OVERLONG_METRIC_KEY = "overlong_penalty"
-"""Group metric of members: what `OverlongConfig.penalty_tokens` added to the reward, at most 0."""
+"""Group metric of members: the change of the reward by `OverlongConfig.penalty_tokens`, at most 0."""
 
 _TRUNCATED = frozenset({StopReason.MAX_TOKENS, StopReason.MAX_SAMPLED_TOKENS, StopReason.CONTEXT_OVERFLOW})
 
 
 @chz.chz(typecheck=True)
 class OverlongConfig:
-    """How to treat rollouts that are cut off, or nearly so."""
+    """How to treat rollouts that are truncated, or nearly so."""
 
     mask: bool = chz.field(
-        default=False, doc="rollouts that were cut off do not train; their rewards still count in the group's baseline"
+        default=False, doc="truncated rollouts do not train; their rewards still count in the group's baseline"
     )
     penalty_tokens: int = chz.field(
         default=0,
         doc="over this many tokens before max_tokens the reward falls, by up to `penalty`; 0: it does not",
         validator=chz.validators.ge(0),
     )
-    penalty: float = chz.field(default=1.0, doc="what the longest reply loses", validator=chz.validators.gt(0))
+    penalty: float = chz.field(default=1.0, doc="penalty of the longest reply", validator=chz.validators.gt(0))
 
     def check(self, max_tokens: int) -> None:
         """Raise ConfigurationError for settings that do nothing, or that reach beyond the shortest reply."""
@@ -57,7 +57,7 @@ def soft_overlong_penalty(length: int, max_tokens: int, penalty_tokens: int) -> 
 
 
 def is_truncated(trajectory: Trajectory) -> bool:
-    """Whether a limit of tokens ended the rollout: its last reply has no stop token, or its tokens were used up."""
+    """Whether a token limit ended the rollout: its last reply has no stop token, or its token budget was used up."""
     last = trajectory.transitions[-1].ac if trajectory.transitions else None
     return trajectory.stop_reason in _TRUNCATED or (last is not None and last.stop_reason == "length")
 

@@ -19,7 +19,7 @@ from tinker_cookbook.utils.pictures import size_of
 
 
 def picture_name(chunk: tinker.ModelInputChunk) -> str | None:
-    """Where a run keeps the picture, relative to its folder; None: the chunk holds no bytes."""
+    """The picture's path relative to the run's folder; None: the chunk contains no bytes."""
     return image_name(chunk.data, chunk.format) if isinstance(chunk, tinker.types.ImageChunk) else None
 
 

@@ -36,7 +36,7 @@ def _typed(read_line: Callable[[str], str], prompt: str, multiline: bool) -> str
 class ManualPolicy(TokenCompleter):
     """A policy whose completions you type. They have no logprobs, so they cannot be trained on.
 
-    A reply ends with an empty line and gets the stop that the env asks for. You can write out the tags of special
+    A reply ends with an empty line and gets the env's stop sequence. You can write out the tags of special
     tokens.
 
     Args:

@@ -41,7 +41,7 @@ class Reply:
     message: Message
     termination: ParseTermination
     stopped: bool
-    """sampling ended at a stop, and not at a limit of tokens"""
+    """sampling ended at a stop, not at a token limit"""
 
     @property
     def is_clean(self) -> bool:
@@ -156,7 +156,7 @@ class OneTurnGroupBuilder(EnvGroupBuilder):
 class ProblemEnv(OneTurnEnv):
     """One question, one answer: reward = format_coef * (format - 1) + correct, each of the two 0 or 1.
 
-    A truncated reply has format 0, whatever it says.
+    A truncated reply always has format 0.
 
     Args:
         convo_prefix: messages before the question (system prompt, examples).
@@ -204,5 +204,5 @@ class ProblemGroupBuilder(OneTurnGroupBuilder):
 
 
 def _one_turn(env_group: Sequence[Env]) -> list[tuple[OneTurnEnv, str]]:
-    """The envs with their questions, in which pictures stand as `[image]`."""
+    """The envs with their questions; pictures are shown as `[image]`."""
     return [(env, shown_text(env.get_messages()[-1]["content"])) for env in env_group if isinstance(env, OneTurnEnv)]

@@ -1,4 +1,4 @@
-"""Records of a run: what was sampled and what was trained on, including token ids, logprobs and advantages.
+"""Records of a run: rollouts and training data, including token ids, logprobs and advantages.
 
 All rollouts of a step are in one compact file in the step's folder (`rollout_files`). The first groups are also
 written as JSON files in the run's folder, for reading; their logprobs are rounded. A thread writes the files in the
@@ -42,7 +42,7 @@ def write_step_records(
 
     Args:
         store: of the run.
-        step: what was sampled and trained on; its `run` names step, model and settings.
+        step: rollouts and training data; its `run` has the step, model and settings.
         metrics: metrics of the step so far.
         num_groups: number of successful groups, from the first, to write as JSON files.
     """
@@ -57,7 +57,7 @@ def write_step_records(
 def group_records(groups: Sequence[TrajectoryGroup], run: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """File name (without .json) and content of each record of a batch, e.g. debate_000003_g002_01.
 
-    Every record contains the model and the settings, so that it can be read alone.
+    Every record contains the model and the settings, so that it can be read by itself.
 
     Raises:
         ConfigurationError: the kind of a record is not valid in a file name.

@@ -3,10 +3,10 @@
     set_rollout_executor(ProcessPoolExecutor(8, mp_context=multiprocessing.get_context("spawn")))
 
 Every group then runs there, in its own event loop. The builder is pickled, and so is a policy that can be, such as a
-sampling client: a local one calls the engine in this process from there. Any other policy stays here and is called
+sampling client: a local one calls the engine in this process from there. Any other policy stays in this process and is called
 over a socket of this machine, or, from a thread, on its event loop. Seeds are the same as without an executor; with
 the local engine the last bit of a logprob may differ, because timing decides which requests are batched together. A
-group that is cancelled here continues there until it calls its policy or is done.
+group that is cancelled in this process continues there until it calls its policy or is done.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ async def run_in_executor(executor: Executor, play: Play[T], builder: EnvGroupBu
     if error := _pickle_error(builder):
         raise ConfigurationError(
             f"rollout executor: {type(builder).__name__} cannot be pickled ({error}), so it cannot go to another process; "
-            "keep in it only what pickles, and open the rest in make_envs, or use a ThreadPoolExecutor"
+            "keep only picklable objects in it, and open the rest in make_envs, or use a ThreadPoolExecutor"
         )
     if _pickle_error(policy) is None:
         return await loop.run_in_executor(executor, _run_away, play, builder, policy)
@@ -149,7 +149,7 @@ class _RemotePolicy(TokenCompleter):
 
     def __init__(self, address: str, forks: tuple[tuple[int | str, ...], ...] = ()):
         self._address, self._forks = address, forks
-        self._identity = uuid.uuid4().hex  # a fork counts its calls, so the other side keeps one fork for each of ours
+        self._identity = uuid.uuid4().hex  # a fork counts its calls, so the server keeps one fork for each of ours
 
     async def __call__(
         self, model_input: tinker.ModelInput, stop: StopCondition, *, max_tokens: int | None = None

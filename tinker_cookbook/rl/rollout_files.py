@@ -21,7 +21,7 @@ from tinker_cookbook.utils.lazy import np, tinker
 from tinker_cookbook.utils.secrets import redactor
 
 Advantages: TypeAlias = Sequence[float] | Sequence[Sequence[float]]
-"""Of each member of a group; or of each of its turns with credit=turn."""
+"""One per member of a group; with credit=turn, one per turn of each member."""
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,15 @@ class StepRollouts:
 
     groups_P: Sequence[TrajectoryGroup | FailedGroup]
     versions_P: Sequence[int | None]
-    """optimizer updates that each group's policy had seen; None: not known"""
+    """number of optimizer updates of each group's policy; None: unknown"""
     advantages_P: Sequence[Advantages] = ()
-    """of each member of the successful groups, in order; empty for an evaluation"""
+    """for each member of the successful groups, in order; empty for an evaluation"""
     data_D: Sequence[tinker.Datum] = ()
-    """what was trained on"""
+    """the training data"""
     metadata_D: Sequence[DatumMetadata] = ()
     """group_idx counts the successful groups"""
     trainer_logprobs_D: Sequence[np.ndarray | None] = ()
-    """of the targets of each datum, before the update; None for one whose pass was skipped; empty: the update failed"""
+    """trainer logprobs of each datum's targets before the update; None if its pass was skipped; empty: the update failed"""
     run: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """step, model and settings"""
 

@@ -15,7 +15,7 @@ ToolExecution: TypeAlias = Literal["parallel", "sequential"]
 """How the tool calls of one reply run."""
 
 ToolErrors: TypeAlias = Literal["answer", "end", "raise"]
-"""What follows a tool call that cannot be parsed, or an exception inside a tool: a tool message with the error, the end of the
+"""The reaction to a tool call that cannot be parsed, or an exception inside a tool: a tool message with the error, the end of the
 episode, or the end of the run."""
 
 MAX_GROUPS_IN_FLIGHT = 1024
@@ -66,7 +66,7 @@ MAX_DETAILS = 16384
 
 @chz.chz(typecheck=True)
 class ParseErrorPolicy:
-    """What an env does with a reply that cannot be parsed.
+    """How an env handles a reply that cannot be parsed.
 
     A reply without its end (truncated, or malformed as a whole) ends the episode with `terminal_reward`, because
     nothing can follow it. A reply whose tool calls all fail to parse is answered with an error message, up to
@@ -77,7 +77,7 @@ class ParseErrorPolicy:
         default=0, doc="how many such replies in a row are answered; 0: none", validator=not_negative
     )
     retry_message_template: str = chz.field(
-        default=DEFAULT_RETRY_MESSAGE_TEMPLATE, doc="the answer; {details} is what is wrong"
+        default=DEFAULT_RETRY_MESSAGE_TEMPLATE, doc="the answer; {details} is the problem"
     )
     penalty_per_error: float = chz.field(
         default=0.0,
@@ -98,7 +98,7 @@ class ParseErrorPolicy:
                 f"({type(error).__name__}: {error}); write braces as {{{{ and }}}}"
             ) from error
         if message == self.retry_message(details=""):
-            raise ConfigurationError(f"retry_message_template={template!r}: must contain {{details}}, what was wrong")
+            raise ConfigurationError(f"retry_message_template={template!r}: must contain {{details}}, the problem")
 
     def retry_message(self, details: str) -> str:
         """The answer to a reply with this error; it quotes the first MAX_DETAILS characters."""
@@ -134,7 +134,7 @@ class TerminationRewardPolicy:
     pass_all_messages_to_grader: bool = chz.field(
         default=False,
         doc="an env with this policy that grades messages (AgentToolMessageEnv) grades the whole conversation; "
-        "otherwise what the episode added to the messages it began with",
+        "otherwise only the messages after the initial ones",
     )
 
     def clamps(self, stop_reason: str | None) -> bool:

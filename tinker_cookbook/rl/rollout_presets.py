@@ -24,10 +24,10 @@ class RolloutConfig(Termination):
     """How rollouts are run, in a training run and its evaluations (`rl.train.Config.rollout`) or in one group."""
 
     limits: RolloutLimits = chz.field(
-        default_factory=RolloutLimits, doc="bounds of a rollout; where none is set, those of the env, if any"
+        default_factory=RolloutLimits, doc="limits of a rollout; if none is set, those of the env, if any"
     )
     parse_errors: ParseErrorPolicy | None = chz.field(
-        default=None, doc="what to do with replies that cannot be parsed; None: what the env does"
+        default=None, doc="how to handle replies that cannot be parsed; None: as the env does"
     )
     tool_execution: ToolExecution = chz.field(
         default="parallel",

@@ -4,7 +4,7 @@ Before each turn, in this order: check the rollout's time and `max_turns`; call 
 add its messages to the prompt; check the token budgets, starting with `max_trajectory_tokens`. A budget that leaves at
 most 1 token ends the rollout. The policy may then sample up to the tightest budget, and at most `max_turn_tokens`.
 
-A rollout that a limit ends is kept as it is, without the env's grade. Only a sampling call that takes too long is an
+A rollout that a limit ends is kept unfinished, without the env's grade. Only a sampling call that takes too long is an
 error: it leaves no turn to keep, and a strategy (`rollout_strategy`) may try again. `Trajectory.stop_reason` says how
 a rollout ended, and so does one metric stop/<reason> of its last transition.
 """
@@ -63,7 +63,7 @@ class RolloutState:
     turn_index: int
     """turns recorded so far"""
     observation_tokens: int
-    """length of the prompt that would be next"""
+    """length of the next prompt"""
     sampled_tokens: int
     num_length_truncations: int
     """replies that were cut off without ending the rollout"""
@@ -85,7 +85,7 @@ class RolloutHooks:
         """Return the reason to record, or None to continue.
 
         Called when the env ends the episode, and between turns when `max_turns`, a token budget or the rollout's time
-        does. To continue then means one turn without that limit, from the env's last prompt. Not called for a timeout
+        does. Continuing then allows one turn without that limit, from the env's last prompt. Not called for a timeout
         within a turn or a first prompt that is too long: these cannot be undone.
         """
         return reason

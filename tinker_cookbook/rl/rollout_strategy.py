@@ -1,4 +1,4 @@
-"""What happens to a group when one of its rollouts fails: raise, retry, or continue with the successful ones.
+"""How a group handles failed rollouts: raise, retry, or continue with the successful ones.
 
 Under every strategy, members keep their order, and a coordinated group (`EnvGroupBuilder.coordinated`) is replayed as
 a whole or not at all. Each call of make_envs is followed by one cleanup, at the latest after the group has been
@@ -33,11 +33,11 @@ class RolloutResult:
 
     trajectories: list[Trajectory]
     envs: Sequence[Env]
-    """of these trajectories"""
+    """the envs of these trajectories"""
     errors: list[RolloutError] = field(default_factory=list[RolloutError])
-    """failures that the strategy coped with"""
+    """failures that the strategy handled"""
     cleanups: AsyncExitStack | None = None
-    """to be closed once the group is graded; None: the builder's own cleanup is called"""
+    """closed once the group is graded; None: the builder's cleanup is called"""
 
 
 class RolloutStrategy(ABC):
@@ -150,7 +150,7 @@ class _Rounds:
     """group size -> members that must succeed"""
     fail_fast: bool = False
     done: dict[int, list[tuple[Trajectory, Env]]] = field(default_factory=dict[int, list[tuple[Trajectory, Env]]])
-    """by the env of make_envs: its one rollout, or the members that an EpisodeEnv gave"""
+    """by index of the env: its rollout, or the members of an EpisodeEnv"""
     size: int | None = None
     errors: list[Exception] = field(default_factory=list[Exception])
 
@@ -245,7 +245,7 @@ class _Rounds:
     async def _play_episode(self, env: EpisodeEnv, policy: TokenCompleter) -> list[tuple[Trajectory, Env]]:
         if self.config is not None:
             raise ConfigurationError(
-                f"rollout: {type(env).__name__} asks the policy itself, so limits, hooks and what concerns single turns cannot "
+                f"rollout: {type(env).__name__} calls the policy itself, so limits, hooks and settings for single turns cannot "
                 "be applied; leave these keys out and use the environment's own limits"
             )
         return await env.play(policy)

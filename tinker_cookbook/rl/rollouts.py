@@ -37,7 +37,7 @@ from tinker_cookbook.rl.types import (
     TrajectoryGroup,
 )
 from tinker_cookbook.utils import logtree, trace
-from tinker_cookbook.utils.misc_utils import gather_in_turn
+from tinker_cookbook.utils.misc_utils import gather_limited
 from tinker_cookbook.utils.reward_threads import in_reward_threads
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ async def do_group_rollout(
         config: how rollouts are run, how a failure is handled (None: it ends the group), and the reward of a rollout
             at a limit.
         name: the group's name in errors; None: its builder's class and tags.
-        with_notes: keep what envs and rewards write with `logtree`, in the `notes` of the group and of its turns.
+        with_notes: keep the `logtree` output of envs and rewards, in the `notes` of the group and of its turns.
         with_records: let the builder describe its JSON records.
 
     Raises:
@@ -237,7 +237,7 @@ async def do_batch_rollout(
     timing.
 
     Args:
-        num_groups_with_notes: how many groups, from the first, keep what is written with `logtree`. No group has
+        num_groups_with_notes: how many groups, from the first, keep their `logtree` output. No group has
             records.
         at_once: how many groups are sampled at a time.
     """
@@ -252,7 +252,7 @@ async def do_batch_rollout(
         )
         for index, builder in enumerate(builders)
     )
-    return await gather_in_turn(groups, len(builders), at_once)
+    return await gather_limited(groups, len(builders), at_once)
 
 
 def finished_groups(outcomes: Iterable[TrajectoryGroup | FailedGroup]) -> list[TrajectoryGroup]:

@@ -30,7 +30,7 @@ class Shared:
         self._made: dict[Hashable, asyncio.Future[Any]] = {}
 
     async def once(self, key: Hashable, make: Callable[[], Awaitable[T]]) -> T:
-        """The cached result of `make()` for this key. A failure is raised for all who wait, and not cached.
+        """The cached result of `make()` for this key. A failure is raised in all waiting callers, and not cached.
 
         Raises ConfigurationError when called from another event loop than the first time, as with a rollout executor.
         """
@@ -55,7 +55,7 @@ class RunClients:
 
     Attributes:
         policy: plays the group. Other requests to it draw their random numbers from a fork.
-        sampling_client: the snapshot behind the policy; None behind a script or a person.
+        sampling_client: the policy's snapshot; None if the policy is a script or a person.
         service_client, training_client, base_model, log_path: those of the training run; None outside of one.
         starting_policy: the policy that the run started from, if its dataset asks for it (`needs_starting_policy`).
         shared: lives as long as the run; for objects that are created once (a second training client, opponents).

@@ -18,7 +18,7 @@ from tinker_cookbook.rl.rollout_strategy import describe_group
 from tinker_cookbook.rl.rollouts import FailedGroup, try_group_rollout
 from tinker_cookbook.rl.types import EnvGroupBuilder, TrajectoryGroup
 from tinker_cookbook.runs.session import Session
-from tinker_cookbook.utils.misc_utils import in_turn
+from tinker_cookbook.utils.misc_utils import run_limited
 from tinker_cookbook.utils.seeds import derive_seed
 
 
@@ -29,12 +29,12 @@ class WrappedTrajectoryGroup:
     trajectory_group: TrajectoryGroup | FailedGroup
     env_group_builder: EnvGroupBuilder
     sampling_client_step: int
-    """optimizer updates (batches) that the snapshot had seen"""
+    """number of optimizer updates (batches) of the snapshot"""
     seconds: float
     place: int = 0
-    """in its batch; from the batch's size on, it replaces another one"""
+    """index in its batch; from the batch's size on, it replaces another group"""
     replaced: tuple[WrappedTrajectoryGroup, ...] = ()
-    """the groups without signal, or failed ones, that it was sampled in place of"""
+    """the groups without signal, or failed ones, that it replaces"""
 
     @property
     def has_failed(self) -> bool:
@@ -42,7 +42,7 @@ class WrappedTrajectoryGroup:
 
 
 def with_replaced(groups: Sequence[WrappedTrajectoryGroup]) -> list[WrappedTrajectoryGroup]:
-    """The groups, and after them all that they replaced."""
+    """The groups, followed by all groups that they replaced."""
     return [*groups, *(earlier for group in groups for earlier in group.replaced)]
 
 
@@ -123,8 +123,8 @@ class Sampler:
         (dynamic sampling: Yu et al. 2025, "DAPO", arXiv 2503.14476, section 3.2). The last is returned with those before it.
 
         Args:
-            size: groups of the batch. Replacements depend on batch and place alone, so they are the same in every pacing.
-            replaced: is given what has been replaced so far, for a caller that may cancel this.
+            size: groups of the batch. Replacements depend only on batch and index, so they are the same with every pacing.
+            replaced: filled with the groups replaced so far, for a caller that may cancel this.
         """
         group, replaced = await self.sample_group(batch, place, builder), [] if replaced is None else replaced
         for attempt in range(1, self.config.replace_constant_groups + 1):
@@ -152,4 +152,4 @@ class Sampler:
         """Roll out all groups of a batch, `max_groups_in_flight` at a time; the groups to come, in order."""
         size = len(builders)
         groups = (self.sample_signal(batch, i, builder, size) for i, builder in enumerate(builders))
-        return in_turn(tasks, groups, len(builders), self.config.max_groups_in_flight)
+        return run_limited(tasks, groups, len(builders), self.config.max_groups_in_flight)

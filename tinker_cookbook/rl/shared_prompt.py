@@ -9,7 +9,7 @@ from tinker_cookbook.utils.lazy import tinker
 
 
 class SharedPrompt:
-    """The prompt that the members of a group rendered once, as long as they show the same conversation."""
+    """A prompt that the members of a group render once, as long as they show the same conversation."""
 
     def __init__(self) -> None:
         self._rendered: tuple[Renderer, list[Message], tinker.ModelInput] | None = None

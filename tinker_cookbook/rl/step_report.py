@@ -1,4 +1,4 @@
-"""What a step reports: its row of metrics, transcripts for people, records of all tokens, and one summary line per
+"""Reports of a step: its row of metrics, transcripts for people, records of all tokens, and one summary line per
 rollout.
 """
 
@@ -129,7 +129,7 @@ class StepReport:
         """Start to write the records and summaries of a step.
 
         Args:
-            config: of the run: what is written.
+            config: the run's config, which selects what is written.
             logprobs_D: the trainer's, from `Loop.update`; empty if there was no update.
             metrics: of the step, with its learning rate.
         """

@@ -1,4 +1,4 @@
-"""Training on the tokens of highest entropy alone. They are the forks of a reply, where the policy decides what follows.
+"""Training only on the tokens of highest entropy, the forks of a reply, where the policy decides what follows.
 
 "Beyond the 80/20 Rule" (arXiv 2506.01939). The entropy is that of the trainer's whole distribution before the
 update, which takes a forward pass; the threshold is a quantile over the sampled tokens of the batch, so no split of it matters.
@@ -20,7 +20,7 @@ def top_entropy_masks(
     Args:
         entropies_D: nats, (N,) per datum.
         masks_D: > 0 where the policy sampled the token, (N,) per datum.
-        share: of the sampled tokens, above 0 and at most 1; ties are all kept.
+        share: fraction of the sampled tokens, above 0 and at most 1; all ties are kept.
 
     Returns:
         bool (N,) per datum, and the threshold in nats (0 without sampled tokens).

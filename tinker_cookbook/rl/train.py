@@ -241,7 +241,7 @@ class Loop:
                 with display.phase("training"), scope_span_sync("update"):
                     of_update, logprobs_D = await self.update(step, minibatch, batch.update)
                 metrics |= of_update
-        finally:  # keep what was sampled even if the update fails
+        finally:  # keep the samples even if the update fails
             with timed("write_records", metrics):
                 self.report.write_records(self.config, step, batch.groups, minibatch, logprobs_D, metrics)
         metrics |= {} if self.state.pool is None else self.state.pool.metrics()
@@ -285,7 +285,7 @@ class Loop:
             was not finite and is skipped).
         """
         config, data_D, metrics = self.config, batch.data_D, LoopMetrics()
-        if update is None:  # Here advantages change by what the trainer says of the batch: truncated ratios, entropies.
+        if update is None:  # Adjust advantages by trainer-side values of the batch: truncated ratios, entropies.
             data_D, batch.data_D, metrics = await corrected(config, self.new_update(step), data_D)
         self.in_progress.begin()
         with timed("train", metrics):

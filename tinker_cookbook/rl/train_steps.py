@@ -234,7 +234,7 @@ class SamplingClientReuse:
     rollout_workers_finished: asyncio.Event
     """set when no rollout will start"""
     reused: bool = False
-    """whether it was taken, so that its weights are not those of the step"""
+    """whether it was taken, so that the weights have changed"""
 
 
 async def compute_full_batch_metrics_and_get_sampling_client(
@@ -394,7 +394,7 @@ async def _prepare(config: Config, groups: Sequence[TrajectoryGroup], reference:
         ("top_entropy_share", 1),
     ):
         if (value := getattr(config, name)) != unused:
-            raise ConfigurationError(f"{name}={value} is of the library's own loop (rl.train.main); leave it out here")
+            raise ConfigurationError(f"{name}={value} is for the library's own loop (rl.train.main); leave it out here")
     penalties: list[KLPenalty] = []
     if config.kl_penalty_coef > 0 and reference is not None:
         penalties.append(KLPenalty(reference, config.kl_penalty_coef, config.kl_discount_factor))

@@ -1,4 +1,4 @@
-"""Format rollouts for people, not for parsing: what an agent saw and did."""
+"""Format rollouts for people, not for parsing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def format_trajectory(trajectory: Trajectory, tokenizer: Tokenizer, only_last_tr
 
 
 MOST_SHOWN = 300
-"""Characters of a text in `one_example`."""
+"""Maximum characters of a text in `one_example`."""
 
 
 def one_example(groups: Sequence[TrajectoryGroup], tokenizer: Tokenizer) -> str | None:

@@ -31,7 +31,7 @@ from tinker_cookbook.utils.secrets import redactor
 
 @dataclass(frozen=True)
 class EvaluationFiles:
-    """Where an evaluator writes its rollouts."""
+    """The destination of an evaluator's rollouts."""
 
     store: TrainingRunStore
     step: int
@@ -69,7 +69,7 @@ def write_evaluations(
 
 
 def evaluation_files() -> EvaluationFiles | None:
-    """Where an evaluator writes now; None: it does not write."""
+    """The current destination of evaluators' rollouts; None: they are not written."""
     return _evaluations.get()
 
 
@@ -142,7 +142,7 @@ def _member(member: Member, advantages_G: Advantages | None) -> dict[str, Any]:
 
 
 def shown_turns(trajectory: Trajectory, tokenizer: Tokenizer) -> Iterator[tuple[str, bool, str]]:
-    """For each turn, what its prompt adds to the earlier turns, whether it extends them, and the reply."""
+    """For each turn: the text that its prompt adds to the earlier turns, whether it extends them, and the reply."""
     for turn, (added, extends) in zip(trajectory.transitions, _added(trajectory), strict=True):
         yield media.decode(added, tokenizer), extends, decode_tokens(tokenizer, turn.ac.tokens)
 
@@ -170,7 +170,7 @@ def _add_trajectory(section: logtree.Node, trajectory: Trajectory, tokenizer: To
 
 
 def _add_prompt(section: logtree.Node, parts: list[media.Element], label: str, tokenizer: Tokenizer) -> None:
-    """The text, with the size of each picture in its place, and the pictures below it."""
+    """The text, with each picture replaced by its size, and the pictures below it."""
     section.text(media.decode(parts, tokenizer), label)
     for part in parts:
         if not isinstance(part, int) and (name := picture_name(part)) is not None:

@@ -39,10 +39,10 @@ def __getattr__(name: str) -> Any:
 
 
 STOP_METRIC_PREFIX = "stop/"
-"""The last transition of a trajectory has one metric stop/<reason>, of value 1, that says how it ended."""
+"""Prefix of the reason for the end: the last transition of a trajectory has one metric stop/<reason>, 1."""
 
 MONITOR_PREFIX = "monitor/"
-"""A member's metric monitor/<name>, 1 or 0, says whether a monitor (`rl.monitors`) holds it to be a hack."""
+"""Prefix of monitor/<name>, a member's metric: 1 if the monitor (`rl.monitors`) flagged it as a hack, else 0."""
 
 PARSE_ERROR_MASKED_METRIC_KEY = "parse_error_masked"
 """A transition with this metric is a reply that could not be parsed and is not trained on: mask 0, advantage 0."""
@@ -65,7 +65,7 @@ class StopReason(StrEnum):
 
 
 class ActionExtra(TypedDict, total=False):
-    """What an env may need to know about an action other than its tokens."""
+    """Data about an action for its env, other than the tokens."""
 
     stop_reason: tinker.StopReason
 
@@ -93,7 +93,7 @@ class Transition:
     metrics: Metrics = field(default_factory=Metrics)
     logs: Logs = field(default_factory=Logs)
     notes: list[logtree.Node] = field(default_factory=list[logtree.Node])
-    """what the env wrote with `logtree` up to the end of this turn, if its group is among those that are shown"""
+    """the env's `logtree` output up to the end of this turn, if its group is among those that are shown"""
     env_seconds: float | None = None
     """how long the env took to answer the reply (tools, sandboxes, rewards), waiting included; None: not measured"""
 
@@ -138,9 +138,9 @@ class RecordedMember:
     texts_T: list[str]
     """the text of each of its turns"""
     under: str | None = None
-    """the key of the content that takes it; None: it goes to the top level"""
+    """its key in the content; None: the top level"""
     first_round: int | None = None
-    """of speeches: the round of the first one; None: rounds are not named"""
+    """for speeches: the round of the first one; None: rounds are not named"""
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class Member:
     trajectory: Trajectory
     total_reward: float
     final_reward: float
-    """the part of the total that the group gave"""
+    """the part of the total from the group's reward"""
     metrics: Metrics
     trained: bool
     role: str
@@ -182,7 +182,7 @@ class TrajectoryGroup:
     rollout_errors: list[RolloutError] = field(default_factory=list[RolloutError])
     trained_G: list[bool] | None = None
     tags: list[str] = field(default_factory=list[str])
-    """its builder's, for example the task of its members"""
+    """tags of its builder, for example the task of its members"""
     dataset_index: int | None = None
     """index of its dataset, which selects the teacher; None: there is only one"""
     records: list[Record] = field(default_factory=list[Record])
@@ -193,7 +193,7 @@ class TrajectoryGroup:
     rate_ranges: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
     """metrics that are reported with an interval, and the range of their values"""
     notes: list[logtree.Node] = field(default_factory=list[logtree.Node])
-    """what was written with `logtree` outside of members' turns, for example by the group's reward"""
+    """`logtree` output outside of members' turns, for example by the group's reward"""
 
     def members(self) -> list[Member]:
         """The rollouts in order, each with its rewards, metrics, role and info."""
@@ -261,7 +261,7 @@ class EnvGroupBuilder(ABC):
     """Makes the envs of one group. Must be picklable: it may be sent to another process."""
 
     dataset_index: int | None = None
-    """which of several datasets the group comes from (`of_dataset`); None: there is one"""
+    """index of the group's dataset (`of_dataset`); None: there is only one"""
 
     pool_item: int | None = None
     """number of the curriculum's item that the group plays (`of_item`); None: there is no curriculum"""
@@ -287,7 +287,7 @@ class EnvGroupBuilder(ABC):
     @property
     def coordinated(self) -> bool:
         """Whether members depend on each other while they play (opponents, a shared world). If so, none is ever run
-        alone: when one fails, the whole group is replayed or given up.
+        alone: when one fails, the whole group is replayed or fails.
         """
         return False
 
@@ -307,7 +307,7 @@ class EnvGroupBuilder(ABC):
         return None
 
     def describe_records(self, group: TrajectoryGroup, env_group: Sequence[Env]) -> list[Record]:
-        """The group's JSON files: what only the envs know, and whose turns to include; none by default."""
+        """The group's JSON files: data of the envs, and whose turns to include; none by default."""
         return []
 
     def member_roles(self, env_group: Sequence[Env]) -> list[str]:
@@ -315,7 +315,7 @@ class EnvGroupBuilder(ABC):
         return ["/".join(self.logging_tags()) or "all"] * len(env_group)
 
     def describe_members(self, env_group: Sequence[Env]) -> list[dict[str, Any]]:
-        """What the training record says of each member other than its reward; empty by default."""
+        """Data about each member for the training record, other than its reward; empty by default."""
         return []
 
     def rate_ranges(self) -> dict[str, tuple[float, float]]:
@@ -373,7 +373,7 @@ class RLDataset(ABC):
         raise NotImplementedError(f"{type(self).__name__} must define item_group")
 
     def item_pool(self) -> ItemPool | None:
-        """A curriculum of the dataset's own, which draws its items; None: there is none."""
+        """The dataset's own curriculum, which draws its items; None: there is none."""
         return None
 
     def extra_group(self, number: int, key: tuple[int, int]) -> EnvGroupBuilder | None:

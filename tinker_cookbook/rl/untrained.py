@@ -26,7 +26,7 @@ class UntrainedSteps:
         self.in_a_row = 0
         self._has_warned = False
         self._example: str | None = None
-        """of the first step that trained nothing"""
+        """its first step that trained nothing"""
 
     def count(self, step: int, batch: Minibatch) -> TrainingError | None:
         """Count a step, and warn if it trained nothing. Returns the error that has to end the run, if any."""

@@ -1,4 +1,4 @@
-"""Run programs that a model wrote, away from everything else.
+"""Run programs that a model wrote, isolated from everything else.
 
     sandbox = get_sandbox("bubblewrap")
     result = await sandbox.run({"main.py": "print(input())"}, "python3 main.py", stdin="hello", limits=SandboxLimits())

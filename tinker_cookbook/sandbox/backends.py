@@ -1,4 +1,4 @@
-"""Sandboxes by name: the values of `sandbox=`, checked before a model loads."""
+"""Sandboxes by name: the values of `sandbox=`, checked before any model loads."""
 
 import logging
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from tinker_cookbook.utils.fields import FieldGroup, fill
 
 
 class SandboxBackend(StrEnum):
-    """tinker-cookbook's names of sandboxes; `get_sandbox` takes them."""
+    """tinker-cookbook's names of sandboxes, for `get_sandbox`."""
 
     SANDBOXFUSION = "sandboxfusion"
     MODAL = "modal"
@@ -29,7 +29,7 @@ SandboxMaker = Callable[[str | None, str | None], Sandbox]
 """Makes a sandbox from `sandbox_url` and `sandbox_image`."""
 
 
-def _only(made: Sandbox, url: str | None, image: str | None) -> Sandbox:
+def _refuse_arguments(made: Sandbox, url: str | None, image: str | None) -> Sandbox:
     for key, value in (("sandbox_url", url), ("sandbox_image", image)):
         if value is not None:
             raise ConfigurationError(f"{key}={value!r}: sandbox={made.name} takes none; leave it out")
@@ -37,16 +37,16 @@ def _only(made: Sandbox, url: str | None, image: str | None) -> Sandbox:
 
 
 def _without_url(made: Sandbox, url: str | None) -> Sandbox:
-    return _only(made, url, None)
+    return _refuse_arguments(made, url, None)
 
 
 _SHIPPED: dict[str, SandboxMaker] = {
-    "bubblewrap": lambda url, image: _only(BubblewrapSandbox(), url, image),
+    "bubblewrap": lambda url, image: _refuse_arguments(BubblewrapSandbox(), url, image),
     "docker": lambda url, image: _without_url(ContainerSandbox("docker", image or IMAGE), url),
     "podman": lambda url, image: _without_url(ContainerSandbox("podman", image or IMAGE), url),
     "modal": lambda url, image: _without_url(ModalRuns(image), url),
-    "sandbox_fusion": lambda url, image: _only(SandboxFusion(fusion_url(url)), None, image),
-    "unsafe_subprocess": lambda url, image: _only(UnsafeSubprocess(), url, image),
+    "sandbox_fusion": lambda url, image: _refuse_arguments(SandboxFusion(fusion_url(url)), None, image),
+    "unsafe_subprocess": lambda url, image: _refuse_arguments(UnsafeSubprocess(), url, image),
 }
 _MAKERS = dict(_SHIPPED)
 _ALIASES = {SandboxBackend.SANDBOXFUSION.value: "sandbox_fusion"}
@@ -68,12 +68,12 @@ def unregister_sandbox(name: str) -> None:
 
 
 def get_sandbox(name: str | None, url: str | None = None, image: str | None = None) -> Sandbox:
-    """The sandbox of a name, not yet checked (`Sandbox.check`).
+    """The sandbox with a name, not yet checked (`Sandbox.check`).
 
     Args:
-        name: bubblewrap, docker, podman, modal, sandbox_fusion, unsafe_subprocess, or a registered name. None is refused.
-        url: of a SandboxFusion server.
-        image: of a container.
+        name: bubblewrap, docker, podman, modal, sandbox_fusion, unsafe_subprocess, or a registered name. None is an error.
+        url: address of a SandboxFusion server.
+        image: image of the container.
 
     Raises:
         ConfigurationError: no such name, or an argument that the sandbox does not take.
@@ -90,26 +90,26 @@ def get_sandbox(name: str | None, url: str | None = None, image: str | None = No
 
 @chz.chz(typecheck=True)
 class SandboxKeys(RunLimits, FieldGroup):
-    """Where programs of a model run, and what each run may use."""
+    """Where the model's programs run, and the limits of each run."""
 
     sandbox: str | None = chz.field(
         default="bubblewrap",
         doc=f"where programs of the model run: {', '.join(SANDBOXES)} (no isolation at all), or a registered name",
     )
     sandbox_url: str | None = chz.field(
-        default=None, doc=f"of a SandboxFusion server; None: SANDBOX_URL, else {DEFAULT_URL}"
+        default=None, doc=f"address of a SandboxFusion server; None: SANDBOX_URL, else {DEFAULT_URL}"
     )
     sandbox_image: str | None = chz.field(
-        default=None, doc=f"of docker, podman or modal; None: {IMAGE}, Modal's Debian"
+        default=None, doc=f"image for docker, podman or modal; None: {IMAGE}, or Modal's Debian"
     )
 
     @property
     def limits(self) -> SandboxLimits:
-        """What each run may use."""
+        """The limits of each run."""
         return fill(SandboxLimits, self)
 
     def get_sandbox(self) -> Sandbox:
-        """The sandbox of these keys, checked. Raises ConfigurationError, with the fix."""
+        """The configured sandbox, checked. Raises ConfigurationError with the fix."""
         made = get_sandbox(self.sandbox, self.sandbox_url, self.sandbox_image)
         made.check()
         if made.name == "unsafe_subprocess":

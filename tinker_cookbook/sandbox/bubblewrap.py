@@ -1,10 +1,10 @@
-"""Runs in bubblewrap (Linux, package `bubblewrap`): namespaces of their own, a read-only system, files in memory.
+"""Runs in bubblewrap (Linux, package `bubblewrap`): private namespaces, a read-only system, files in memory.
 
-The program sees the system's programs and the Python that runs this one, an empty /tmp, and nothing else: no home, no
-network, no other process. Called by root, it runs as a user without a name and without capabilities, never as root.
-What bounds it: a control group where one can be made; otherwise the resource limits of that user, or of a user
-namespace, which bind memory for each process alone, so that their sum is looked at all the time, and memory that would
-belong to no process, or to several, is denied. Where neither binds, runs are refused.
+The program sees the system's programs, this process's Python, an empty /tmp, and nothing else: no home, no network, no
+other process. If root starts it, it runs as an unnamed user without capabilities, never as root.
+Limits are enforced by a control group if one can be created. Otherwise by the resource limits of that user or of a user
+namespace: these limit memory per process only, so the sum is polled, and memory that belongs to no process or to several
+is denied. If neither works, runs are refused.
 """
 
 import itertools
@@ -27,37 +27,37 @@ from tinker_cookbook.sandbox.control_groups import Hierarchy, find_hierarchy
 from tinker_cookbook.sandbox.host import HostSandbox, ScriptMaker
 from tinker_cookbook.sandbox.sandbox_interface import SandboxLimits
 from tinker_cookbook.sandbox.seccomp import open_filter, seccomp_filter
-from tinker_cookbook.sandbox.supervision import Supervised, usage_below
+from tinker_cookbook.sandbox.supervision import Supervised, usage_of_descendants
 
 INSTALL = "apt-get install bubblewrap"
 OLDEST = (0, 7)
-"""The first version that bounds the size of a tmpfs."""
+"""The first version that can limit the size of a tmpfs."""
 SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
-"""Folders of the root that the program sees; links stay links."""
+"""Top-level folders that the program sees; symlinks stay symlinks."""
 SETTINGS = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d")
-"""What programs need of /etc to start, without anything about this machine or its users."""
+"""The parts of /etc that programs need to start; nothing about this machine or its users."""
 SHARED_MEMORY_BYTES = 16 << 20
 FEW_FILES = 128
-"""Open files of a process where no group counts what their buffers hold."""
+"""Maximum number of open files per process if no control group counts the memory of their buffers."""
 _NAMELESS_USERS = (1 << 30, 1 << 30)
-"""First user id for runs that root starts, and how many there are."""
+"""First user id, and number of ids, for runs that root starts."""
 
 ENTER = 'for file do shift; [ "$file" = -- ] && break; echo $$ > "$file" || exit 125; done; exec "$@"'
-"""Enters control groups, up to `--`, and becomes the command behind it."""
+"""Enters the control groups listed before `--`, then executes the command after it."""
 
 END_SECONDS = 10.0
-"""How long a sandbox may take to vanish."""
+"""How long to wait for the processes of a sandbox to end."""
 
 _slots = itertools.count()
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What bounds the processes of a run.
+    """How the limits of a run are enforced.
 
     Attributes:
-        groups: where control groups can be made; None: resource limits.
-        as_root: root calls, so that another user must run the program.
+        groups: where control groups can be created; None: resource limits are used.
+        as_root: this process is root, so the program must run as another user.
     """
 
     groups: Hierarchy | None
@@ -84,26 +84,27 @@ class BubblewrapSandbox(HostSandbox):
                 files = (open_filter(denied),)
                 stack.callback(os.close, files[0])
             program, *words = [*self.argv(limits, payload_bytes, bounds, *files), *script.argv(self.root)]
-            env = {"PATH": os.defpath}  # of bubblewrap itself: what it inherits, the program could read
+            env = {"PATH": os.defpath}  # of bubblewrap itself; a program could read it
             if bounds.groups is None:
-                told, tells = os.pipe()
-                stack.callback(os.close, tells)
-                stack.callback(os.close, told)
-                argv = [program, "--info-fd", str(tells), *words]
-                kill = partial(_await_end, told)
-                yield Supervised(argv, env, script.end_mark, keep, kill=kill, usage=usage_below, files=(*files, tells))
+                info, info_writer = os.pipe()
+                stack.callback(os.close, info_writer)
+                stack.callback(os.close, info)
+                argv = [program, "--info-fd", str(info_writer), *words]
+                kill = partial(_await_end, info)
+                files = (*files, info_writer)
+                yield Supervised(argv, env, script.end_mark, keep, kill=kill, usage=usage_of_descendants, files=files)
                 return
             try:
                 group = bounds.groups.make(limits)
             except OSError as error:
-                raise SandboxError(f"sandbox={self.name}: no control group can be made any more: {error}") from error
+                raise SandboxError(f"sandbox={self.name}: cannot create a control group any more: {error}") from error
             stack.callback(group.remove)
             stack.callback(group.kill)
             argv = ["/bin/sh", "-c", ENTER, "enter", *group.entrances, "--", program, *words]
             yield Supervised(argv, env, script.end_mark, keep, group, files=files)
 
     def argv(self, limits: SandboxLimits, payload_bytes: int, bounds: Bounds, *filters: int) -> list[str]:
-        """bubblewrap with its arguments, up to the script. `filters` are open files with denied system calls."""
+        """The bwrap command line up to the script. `filters` are open files with seccomp filters."""
         size = str((limits.disk_mb << 20) + 2 * payload_bytes)  # archive and files
         return [
             _program(),
@@ -121,15 +122,15 @@ class BubblewrapSandbox(HostSandbox):
         ]
 
 
-def _await_end(told: int) -> None:
-    """Wait until the first process of the sandbox is gone, and with it all others. It dies with bubblewrap.
+def _await_end(info: int) -> None:
+    """Wait until the sandbox's first process has ended, and thus all others. It dies with bubblewrap.
 
     Args:
-        told: where bubblewrap has written its id.
+        info: file descriptor to which bubblewrap has written the process id.
     """
-    os.set_blocking(told, False)
+    os.set_blocking(info, False)
     try:
-        first = Path("/proc", str(json.loads(os.read(told, 1 << 16))["child-pid"]))
+        first = Path("/proc", str(json.loads(os.read(info, 1 << 16))["child-pid"]))
     except (BlockingIOError, ValueError, KeyError):
         return  # it was never started
     until = time.monotonic() + END_SECONDS
@@ -137,7 +138,7 @@ def _await_end(told: int) -> None:
         try:
             _, _, name_and_state = (first / "stat").read_text().partition("(")
             if not name_and_state.startswith("bwrap) ") or name_and_state.startswith("bwrap) Z"):
-                return  # only its exit code is left, or the id is another's by now
+                return  # a zombie, or the id has been reused
         except OSError:
             return
         time.sleep(0.002)
@@ -145,7 +146,7 @@ def _await_end(told: int) -> None:
 
 def _namespaces(bounds: Bounds) -> list[str]:
     own = ["pid", "net", "ipc", "uts", "cgroup-try", *([] if bounds.as_root else ["user"])]
-    # Root's capabilities are for setpriv, which becomes another user and gives them away.
+    # Root keeps capabilities for setpriv, which switches to another user and drops them.
     kept = ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP") if bounds.as_root else ()
     capabilities = [*("--cap-drop", "ALL"), *(word for name in kept for word in ("--cap-add", name))]
     return [*(f"--unshare-{name}" for name in own), *capabilities, "--die-with-parent", "--new-session"]
@@ -153,7 +154,7 @@ def _namespaces(bounds: Bounds) -> list[str]:
 
 @cache
 def _system() -> list[str]:
-    """The read-only part of the sandbox: the system's programs, and the Python that runs this."""
+    """The read-only part of the sandbox: the system's programs, and this process's Python."""
     words: list[str] = []
     for path in (Path("/", name) for name in SYSTEM):
         if path.is_symlink():
@@ -172,12 +173,12 @@ def _system() -> list[str]:
 
 
 def _zero(bounds: Bounds) -> list[str]:
-    """Where no group counts it, /dev/full in place of /dev/zero: it reads the same, and gives nobody memory to share."""
+    """Without a control group, /dev/full replaces /dev/zero: it reads the same, but cannot be mapped as shared memory."""
     return [] if bounds.groups is not None else ["--dev-bind", "/dev/full", "/dev/zero"]
 
 
 def _readable_folder(path: str) -> list[str]:
-    """An empty folder, which bubblewrap would make for its owner alone."""
+    """An empty folder that everyone can read; bubblewrap's default is owner only."""
     return ["--perms", "0755", "--dir", path]
 
 
@@ -194,7 +195,7 @@ def _privileges(bounds: Bounds) -> list[str]:
 
 
 def _nameless_user() -> int:
-    """A user of its own for each run that is under way, so that the count of processes is that of one run."""
+    """A separate user for each concurrent run, because the process limit counts per user."""
     first, count = _NAMELESS_USERS
     _, _, length = map(int, Path("/proc/self/uid_map").read_text().splitlines()[0].split())
     if length < first + count:
@@ -206,7 +207,7 @@ def _resource_limits(limits: SandboxLimits, bounds: Bounds) -> list[str]:
     seconds = int(limits.cpu_s) + 1
     words = [f"--cpu={seconds}:{seconds + 1}", "--core=0"]
     if bounds.groups is None:
-        # What waits in pipes and sockets is counted nowhere else.
+        # The file limit bounds the memory of pipe and socket buffers, which nothing else counts.
         words += [f"--nproc={limits.processes}", f"--as={limits.memory_mb << 20}", f"--nofile={FEW_FILES}"]
     else:
         words += ["--nofile=1024"]
@@ -215,26 +216,26 @@ def _resource_limits(limits: SandboxLimits, bounds: Bounds) -> list[str]:
 
 @cache
 def _program() -> str:
-    """The path of bwrap. Raises ConfigurationError if it is missing, too old or not allowed to work."""
+    """The path of bwrap. Raises ConfigurationError if it, or a tool that it needs, is missing or too old."""
     refused = partial("sandbox=bubblewrap: {}; {}, or choose another sandbox (docs/sandbox.md)".format)
-    found = shutil.which("bwrap")
-    if found is None:
+    program = shutil.which("bwrap")
+    if program is None:
         raise ConfigurationError(refused("bwrap is not installed", INSTALL))
-    said = subprocess.run([found, "--version"], capture_output=True, text=True).stdout
-    version = tuple(map(int, re.findall(r"\d+", said)[:2]))
+    output = subprocess.run([program, "--version"], capture_output=True, text=True).stdout
+    version = tuple(map(int, re.findall(r"\d+", output)[:2]))
     if version < OLDEST:
         wanted = ".".join(map(str, OLDEST))
-        raise ConfigurationError(refused(f"bwrap is {said.strip() or 'of an unknown version'}", f"install {wanted}"))
+        raise ConfigurationError(refused(f"bwrap is {output.strip() or 'of an unknown version'}", f"install {wanted}"))
     if missing := [tool for tool in ("setpriv", "prlimit", "tar") if not Path("/usr/bin", tool).exists()]:
         raise ConfigurationError(refused(f"/usr/bin/{missing[0]} is missing", "apt-get install util-linux tar"))
-    return found
+    return program
 
 
 @cache
 def find_bounds() -> Bounds:
-    """What bounds runs on this machine. Raises ConfigurationError if bubblewrap does not work, or nothing would."""
+    """How limits are enforced on this machine. Raises ConfigurationError if bubblewrap or the limits do not work."""
     bounds = Bounds(find_hierarchy(), os.geteuid() == 0)
-    refusal = None if bounds.groups is not None else _why_no_limits_bind(bounds)
+    refusal = None if bounds.groups is not None else _why_limits_fail(bounds)
     if refusal is not None:
         raise ConfigurationError(f"sandbox=bubblewrap: {refusal}, so nothing would bound memory and processes")
     probe = BubblewrapSandbox().argv(SandboxLimits(), 0, bounds)
@@ -247,8 +248,8 @@ def find_bounds() -> Bounds:
     return bounds
 
 
-def _why_no_limits_bind(bounds: Bounds) -> str | None:
-    """Why resource limits would not bound a run; None if they do."""
+def _why_limits_fail(bounds: Bounds) -> str | None:
+    """Why resource limits would not work here; None if they do."""
     without = "there is no writable control group, and"
     if seccomp_filter() is None:
         return f"{without} no filter of system calls for {platform.machine()}"

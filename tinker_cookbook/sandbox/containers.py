@@ -1,7 +1,7 @@
-"""Runs in containers of docker or podman: no network, a read-only image, everything that is written in memory.
+"""Runs in containers of docker or podman: no network, a read-only image, written files in memory.
 
-Each run is a container of its own, which is removed at its end, however that comes. The image needs sh and tar, and
-whatever the programs need.
+Each run has its own container, which is always removed at the end. The image needs sh and tar, and
+everything that the programs need.
 """
 
 import math
@@ -20,14 +20,14 @@ from tinker_cookbook.sandbox.supervision import Supervised
 
 IMAGE = "python:3.12-slim"
 USER = "65534:65534"
-"""nobody, also where the image would run as root."""
+"""nobody, even if the image's default user is root."""
 ANSWER_SECONDS = 60.0
-"""How long the program may take over a question, or over removing a container."""
+"""Timeout of a docker or podman command."""
 
 
 @dataclass(frozen=True)
 class ContainerSandbox(HostSandbox):
-    """Runs in containers of a program with docker's command line."""
+    """Runs in containers of a tool with docker's command line."""
 
     name: str
     """docker or podman"""
@@ -60,7 +60,7 @@ class ContainerSandbox(HostSandbox):
         return done.returncode, done.stdout.strip(), done.stderr.strip()
 
     def _ask(self, *arguments: str) -> str | None:
-        """The problem that a command reports; None: it works."""
+        """The error message of a command; None: it succeeded."""
         code, out, err = self._call(*arguments)
         return (err or out or f"exit code {code}").splitlines()[-1][:200] if code else None
 
@@ -75,7 +75,7 @@ class ContainerSandbox(HostSandbox):
             return "memory_mb" if killed == "true" else None
 
         def kill() -> None:
-            # The command is only a client: the container goes on without it.
+            # The command is only a client: the container would outlive it.
             self._ask("rm", "--force", container)
 
         argv = [*self.argv(container, limits, payload_bytes), *script.argv(self.root)]
@@ -101,6 +101,6 @@ class ContainerSandbox(HostSandbox):
 
 
 def _environment() -> dict[str, str]:
-    """What the client needs in order to find its server; none of it gets into a container."""
+    """The variables that the client needs to find its server; none of them reaches a container."""
     wanted = ("PATH", "HOME", "DOCKER_HOST", "DOCKER_CONFIG", "DOCKER_CONTEXT", "XDG_RUNTIME_DIR", "CONTAINER_HOST")
     return {key: os.environ[key] for key in wanted if key in os.environ}

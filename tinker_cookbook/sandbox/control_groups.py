@@ -1,7 +1,7 @@
-"""Control groups of Linux: bounds on the memory and the number of processes of everything that a run starts.
+"""Linux control groups: limits on the memory and the number of processes of a whole run.
 
-Resource limits (setrlimit) bind each process alone, and none of them binds root. A group binds all of a run together.
-Both versions are used: v1 has a folder for each controller, v2 one for all.
+Resource limits (setrlimit) apply to each process separately, and not to root. A group limits all processes of a run together.
+Both versions are supported: v1 has a folder for each controller, v2 one for all.
 """
 
 import itertools
@@ -17,27 +17,27 @@ from tinker_cookbook.sandbox.sandbox_interface import LimitName, SandboxLimits
 
 PREFIX = "tinker-sandbox"
 EXTRA_PROCESSES = 4
-"""bubblewrap's two, the script's shell, and what puts the files in place."""
+"""bubblewrap's two, the script's shell, and the tar that unpacks the files."""
 EMPTY_SECONDS = 10.0
-"""How long the processes of a group may take to vanish once they are killed."""
+"""How long to wait for killed processes of a group to end."""
 
 _numbers = itertools.count()
 
 
 @dataclass(frozen=True)
 class Hierarchy:
-    """Where groups can be made.
+    """Where groups can be created.
 
     Attributes:
         version: 1 or 2.
-        parents: controller -> folder; of version 2 the same one for each.
+        parents: controller -> folder; in version 2 the same one for each.
     """
 
     version: int
     parents: dict[str, Path]
 
     def make(self, limits: SandboxLimits) -> "ControlGroup":
-        """A new group with these limits. Raises OSError where that is not allowed."""
+        """A new group with these limits. Raises OSError if that is not allowed."""
         name = f"{PREFIX}-{os.getpid()}-{next(_numbers)}"
         group = ControlGroup(self.version, {key: folder / name for key, folder in self.parents.items()})
         try:
@@ -50,7 +50,7 @@ class Hierarchy:
         return group
 
     def remove_stale(self) -> None:
-        """Remove the groups of programs that were killed."""
+        """Remove the groups of processes that were killed before they could."""
         for parent in set(self.parents.values()):
             for folder in parent.glob(f"{PREFIX}-*-*"):
                 pid = folder.name.split("-")[2]
@@ -67,7 +67,7 @@ class ControlGroup:
     folders: dict[str, Path] = field(default_factory=dict[str, Path])
 
     def set_limits(self, limits: SandboxLimits) -> None:
-        """Bound memory (swap included) and processes. Raises OSError."""
+        """Limit memory (including swap) and processes. Raises OSError."""
         memory, processes = str(limits.memory_mb << 20), str(limits.processes + EXTRA_PROCESSES)
         _write(self.folders["pids"] / "pids.max", processes)
         if self.version == 2:
@@ -81,7 +81,7 @@ class ControlGroup:
 
     @property
     def entrances(self) -> list[str]:
-        """The files that a process writes its id to in order to enter."""
+        """The files to which a process writes its id to join the group."""
         return sorted({str(folder / "cgroup.procs") for folder in self.folders.values()})
 
     def reached(self) -> LimitName | None:
@@ -95,7 +95,7 @@ class ControlGroup:
         return "processes" if _count(self.folders["pids"] / "pids.events", "max") else None
 
     def cpu_seconds(self) -> float | None:
-        """CPU seconds of all processes so far; None if the kernel does not count them here."""
+        """CPU seconds of all processes so far; None if the kernel does not count them."""
         if self.version == 2:
             used = _count(self.folders["memory"] / "cpu.stat", "usage_usec")
             return None if used is None else used / 1e6
@@ -104,7 +104,7 @@ class ControlGroup:
         return int((self.folders["cpuacct"] / "cpuacct.usage").read_text()) / 1e9
 
     def kill(self) -> None:
-        """Kill every process of the group, and wait until none is left. Raises SandboxError if one stays."""
+        """Kill every process of the group, and wait until all have ended. Raises SandboxError if one does not."""
         with suppress(OSError):
             _write(self.folders["pids"] / "pids.max", "0")  # none can be forked meanwhile
         until = time.monotonic() + EMPTY_SECONDS
@@ -129,14 +129,14 @@ class ControlGroup:
             while folder.exists():
                 try:
                     folder.rmdir()
-                except OSError:  # the kernel may take a moment to forget the last process
+                except OSError:  # the kernel may need a moment to remove the last process
                     if time.monotonic() > until:
                         raise
                     time.sleep(0.002)
 
 
 def _write(file: Path, text: str) -> None:
-    """Write to a file that the kernel has put there. Raises OSError if it has not: the group has no such controller."""
+    """Write to a file that the kernel created. Raises OSError if it does not exist: the group lacks that controller."""
     with os.fdopen(os.open(file, os.O_WRONLY | os.O_TRUNC), "w") as opened:
         opened.write(text)
 
@@ -151,17 +151,17 @@ def _count(file: Path, key: str) -> int | None:
 
 
 def find_hierarchy(own: Path = Path("/proc/self/cgroup"), mounts: Path = Path("/proc/self/mounts")) -> Hierarchy | None:
-    """Where this process may make groups with limits; None: nowhere.
+    """Where this process may create groups with limits; None: nowhere.
 
-    Of version 2 the nearest group at or above its own that has memory and pids to give; its own, which has processes,
-    may not divide them unless it is the root.
+    In version 2: the nearest group, from the process's own upwards, that can delegate memory and pids. A group with
+    processes cannot, unless it is the root.
     """
     mounted = [line.split() for line in mounts.read_text().splitlines()]
     paths = {line.split(":", 2)[1]: line.split(":", 2)[2] for line in own.read_text().splitlines()}
-    found = _version_1(mounted, paths) or _version_2(mounted, paths)
-    if found is not None:
-        found.remove_stale()
-    return found
+    hierarchy = _version_1(mounted, paths) or _version_2(mounted, paths)
+    if hierarchy is not None:
+        hierarchy.remove_stale()
+    return hierarchy
 
 
 def _version_1(mounted: list[list[str]], paths: dict[str, str]) -> Hierarchy | None:
@@ -183,14 +183,14 @@ def _version_2(mounted: list[list[str]], paths: dict[str, str]) -> Hierarchy | N
             folder = root / paths[""].lstrip("/")
             for candidate in [folder, *folder.parents]:
                 if candidate.is_relative_to(root) and os.access(candidate, os.W_OK):
-                    _offer(candidate)
-                    if found := _usable(Hierarchy(2, {"memory": candidate, "pids": candidate})):
-                        return found
+                    _delegate(candidate)
+                    if hierarchy := _usable(Hierarchy(2, {"memory": candidate, "pids": candidate})):
+                        return hierarchy
     return None
 
 
-def _offer(folder: Path) -> None:
-    """Let the children of a group have limits, where the kernel allows it."""
+def _delegate(folder: Path) -> None:
+    """Enable limits for the children of a group, if the kernel allows it."""
     with suppress(OSError):
         given = (folder / "cgroup.subtree_control").read_text().split()
         if not {"memory", "pids"} <= set(given):
@@ -198,7 +198,7 @@ def _offer(folder: Path) -> None:
 
 
 def _usable(hierarchy: Hierarchy) -> Hierarchy | None:
-    """The hierarchy, if a group with limits can be made there."""
+    """The hierarchy, if a group with limits can be created in it."""
     try:
         group = hierarchy.make(SandboxLimits())
     except OSError:

@@ -1,4 +1,4 @@
-"""What the backends share that start a command on this machine: the archive in, the supervision, the result."""
+"""Shared by the backends that start a command on this machine: the input archive, supervision, the result."""
 
 import asyncio
 import secrets
@@ -11,29 +11,29 @@ from functools import cache
 from typing import TypeVar
 
 from tinker_cookbook.exceptions import SandboxError
-from tinker_cookbook.sandbox.packing import pack, script_argv, take_apart
+from tinker_cookbook.sandbox.packing import pack, script_argv, split_output
 from tinker_cookbook.sandbox.sandbox_interface import Command, Files, Sandbox, SandboxLimits, SandboxResult
 from tinker_cookbook.sandbox.supervision import Outcome, Supervised, supervise
 
 T = TypeVar("T")
 
 CONCURRENT_RUNS = 8
-"""Runs of this process at the same time; further ones wait for their turn, and their time begins with it."""
+"""Concurrent runs of this process; further ones are queued, and their time limits start when they do."""
 
 
 class HostSandbox(Sandbox):
-    """A sandbox whose runs are commands of this machine."""
+    """A sandbox whose runs are commands on this machine."""
 
     root = "/tmp"
     """the folder of SCRIPT, in the sandbox"""
     sweeps = True
-    """its processes have a namespace of their own"""
+    """its processes have a private namespace, so the script can kill all that are left"""
 
     @abstractmethod
     def opened(
         self, script: "ScriptMaker", limits: SandboxLimits, payload_bytes: int, keep: bool
     ) -> AbstractContextManager[Supervised]:
-        """The command of a run; leaving the context removes what belongs to it. Raises SandboxError."""
+        """The command of a run; on exit its resources are removed. Raises SandboxError."""
 
     async def run(
         self,
@@ -66,10 +66,12 @@ class HostSandbox(Sandbox):
 
     def result(self, outcome: Outcome, mark: str, limits: SandboxLimits, keep: bool) -> SandboxResult:
         """The result of a run that has ended. Raises SandboxError if the command was never started."""
-        parts = take_apart(outcome.stdout, mark)
+        parts = split_output(outcome.stdout, mark)
         if not parts.started and outcome.limit is None:
-            said = outcome.stderr.decode(errors="replace").strip()[-500:]
-            raise SandboxError(f"sandbox={self.name} did not start the program (exit code {outcome.exit_code}): {said}")
+            stderr = outcome.stderr.decode(errors="replace").strip()[-500:]
+            raise SandboxError(
+                f"sandbox={self.name} did not start the program (exit code {outcome.exit_code}): {stderr}"
+            )
         most = limits.output_kb << 10
         full = "disk_mb" if parts.disk_full else None
         return SandboxResult(
@@ -89,7 +91,7 @@ class ScriptMaker:
     """The script of a run, for a folder.
 
     Attributes:
-        end_mark: what separates the program's stdout from the rest.
+        end_mark: separates the program's stdout from the rest.
     """
 
     def __init__(self, make: Callable[[str], list[str]], mark: str):
@@ -102,7 +104,7 @@ def _threads() -> ThreadPoolExecutor:
 
 
 async def _in_thread(function: Callable[[], T], stop: threading.Event) -> T:
-    """Call in a thread. A cancelled task stops the run, and goes on only once nothing of it is left."""
+    """Call in a thread. Cancellation stops the run, and is raised once the run has been cleaned up."""
     job = _threads().submit(function)
     future = asyncio.wrap_future(job)
     try:

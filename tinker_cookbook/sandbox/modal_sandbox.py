@@ -1,4 +1,4 @@
-"""Runs in sandboxes of Modal (modal.com, package `modal`, `modal token new`): one for each run, without a network."""
+"""Runs in Modal sandboxes (modal.com, package `modal`, `modal token new`): one per run, without network."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tinker_cookbook.exceptions import MissingPackageError, SandboxError
-from tinker_cookbook.sandbox.packing import pack, script_argv, take_apart
+from tinker_cookbook.sandbox.packing import pack, script_argv, split_output
 from tinker_cookbook.sandbox.sandbox_interface import (
     DISK_SHARE,
     Command,
@@ -24,13 +24,13 @@ from tinker_cookbook.sandbox.sandbox_interface import (
 
 APP = "tinker-cookbook-runner"
 START_SECONDS = 60
-"""How long a sandbox may live beyond the time of its run."""
+"""How long a sandbox may live beyond the time limit of its run."""
 _CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
 class ModalRuns(Sandbox):
-    """Runs in sandboxes of Modal.
+    """Runs in Modal sandboxes.
 
     Attributes:
         image: a registry's image; None: Modal's Debian with Python.
@@ -69,8 +69,8 @@ class ModalRuns(Sandbox):
                 memory=(limits.memory_mb, limits.memory_mb),
                 block_network=True,
             )
-        except Exception as error:  # Modal raises types of its own, which differ between its versions
-            raise SandboxError(f"sandbox=modal: no sandbox could be made: {error}") from error
+        except Exception as error:  # Modal's exception types differ between versions
+            raise SandboxError(f"sandbox=modal: no sandbox could be created: {error}") from error
         try:
             return await self._run_in(sandbox, payload, script_argv("/tmp", mark, command, keep, False), mark, limits)
         finally:
@@ -93,7 +93,7 @@ class ModalRuns(Sandbox):
             )
         except ExceptionGroup as errors:
             raise SandboxError(f"sandbox=modal: {errors.exceptions[0]}") from errors
-        parts = take_apart(out.result(), mark)
+        parts = split_output(out.result(), mark)
         if not parts.started:
             raise SandboxError(
                 f"sandbox=modal did not start the program: {err.result()[-500:].decode(errors='replace')}"

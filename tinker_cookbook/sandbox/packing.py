@@ -1,6 +1,6 @@
-"""What goes into a run and comes out of it: one tar archive in, and the script that unpacks, runs and packs again.
+"""Input and output of a run: one tar archive in, and a script that unpacks it, runs the command, and packs the folder.
 
-The host never unpacks what a program left: a kept working folder is opaque bytes, which only a sandbox reads.
+The host never unpacks a program's files: a kept working folder is opaque bytes, which only a sandbox reads.
 """
 
 import io
@@ -31,9 +31,9 @@ printf '\n%s end %s\n' "$mark" "$full"
 if [ -n "$keep" ]; then tar -cf "$keep" . 2>/dev/null; fi
 exit "$status"
 """
-"""Arguments: the folder, a mark for its own lines, the archive for the working folder (-: stdout; empty: none), whether to
-kill what the command left running (only where the process namespace is its own), the command. Only builtins follow the
-command, so that it also reports for a program that left no room for a process.
+"""Arguments: the folder, a mark for the script's own lines, the archive for the working folder (-: stdout; empty: none),
+whether to kill processes that outlive the command (only in a private process namespace), the command. Only builtins run
+after the command, so that the script can report even if the process limit is reached.
 """
 
 
@@ -75,7 +75,7 @@ def _archive(files: Files) -> bytes:
 
 
 class Parts(NamedTuple):
-    """What SCRIPT wrote to stdout, taken apart."""
+    """SCRIPT's stdout, split."""
 
     started: bool
     ended: bool
@@ -85,14 +85,14 @@ class Parts(NamedTuple):
     workspace: bytes | None
 
 
-def take_apart(written: bytes, mark: str) -> Parts:
-    """Split SCRIPT's stdout into that of the command and the script's own lines.
+def split_output(written: bytes, mark: str) -> Parts:
+    """Split SCRIPT's stdout into the command's stdout and the script's own lines.
 
     Raises SandboxError if the files could not be put into the sandbox.
     """
     if written.startswith(setup := f"{mark} setup ".encode()):
         what = written[len(setup) :].split(b"\n")[0].decode(errors="replace")
-        raise SandboxError(f"the sandbox could not take its {what}: raise disk_mb, or give less")
+        raise SandboxError(f"the sandbox could not store its {what}: raise disk_mb, or send less")
     start = f"{mark} start\n".encode()
     if not written.startswith(start):
         return Parts(False, False, b"", False, None)

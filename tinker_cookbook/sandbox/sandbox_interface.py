@@ -1,4 +1,4 @@
-"""What a sandbox is: one run of one command on given files, its limits, and its result."""
+"""The sandbox interface: one run of one command on given files, its limits, and its result."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -10,32 +10,32 @@ from tinker_cookbook.exceptions import ConfigurationError, SandboxError
 from tinker_cookbook.utils.fields import FieldGroup
 
 Files: TypeAlias = Mapping[str, str | bytes]
-"""Path below the working folder -> content. A file that begins with `#!` may be executed."""
+"""Path below the working folder -> content. A file that begins with `#!` is executable."""
 Command: TypeAlias = str | Sequence[str]
 """A command line for `sh`, or a program and its arguments."""
 LimitName = Literal["wall_s", "cpu_s", "memory_mb", "processes", "output_kb", "disk_mb"]
 
 DISK_SHARE = 4
-"""A kept working folder may be this many times `disk_mb` on its way out: tar pads each file."""
+"""The archive of a kept working folder may have this many times `disk_mb`, because tar pads each file."""
 
 
 @chz.chz(typecheck=True)
 class RunLimits(FieldGroup):
-    """What a run of a program may use."""
+    """Limits of a run."""
 
     wall_s: float = chz.field(default=10.0, doc="seconds from start to end", validator=chz.validators.gt(0))
     cpu_s: float = chz.field(default=10.0, doc="CPU seconds of all its processes", validator=chz.validators.gt(0))
     memory_mb: int = chz.field(default=512, doc="memory of all its processes, in MiB", validator=chz.validators.ge(16))
     processes: int = chz.field(default=64, doc="processes and threads at the same time", validator=chz.validators.ge(4))
-    output_kb: int = chz.field(default=64, doc="KiB of stdout, and as many of stderr", validator=chz.validators.gt(0))
+    output_kb: int = chz.field(default=64, doc="KiB of stdout, and the same of stderr", validator=chz.validators.gt(0))
     disk_mb: int = chz.field(
-        default=64, doc="MiB of files that it writes, which are in memory", validator=chz.validators.gt(0)
+        default=64, doc="MiB of written files, which are kept in memory", validator=chz.validators.gt(0)
     )
 
 
 @chz.chz(typecheck=True)
 class SandboxLimits(RunLimits):
-    """What one run may use. A run that reaches a limit is killed; a full disk only fails the write."""
+    """Limits of one run. A run that reaches a limit is killed; a full disk only fails the write."""
 
 
 @chz.chz
@@ -44,13 +44,13 @@ class SandboxResult:
 
     Attributes:
         stdout, stderr: at most `output_kb` each; bytes that are not UTF-8 are replaced.
-        exit_code: of the command; 128 + the signal that ended it.
-        metrics: further numbers of a backend.
-        timed_out: it was killed at its wall or CPU time.
+        exit_code: of the command; 128 + signal if a signal ended it.
+        metrics: other numbers from the backend.
+        timed_out: it was killed at its wall or CPU time limit.
         truncated: it wrote more than `output_kb`.
-        limit: the field of SandboxLimits that it reached.
-        wall_s, cpu_s: seconds; cpu_s is NaN where a backend does not measure it.
-        workspace: the working folder at the end, for a later run (`keep=True`); None: not asked for, or too large.
+        limit: the field of SandboxLimits that it reached; None: none.
+        wall_s, cpu_s: seconds; cpu_s is NaN if the backend does not measure it.
+        workspace: the working folder at the end, for a later run; None: not requested (`keep`), or too large.
     """
 
     stdout: str
@@ -74,7 +74,7 @@ class Sandbox(ABC):
     """A way to run programs. Picklable; runs may overlap."""
 
     name: str
-    """of the backend"""
+    """name of the backend"""
 
     @abstractmethod
     def check(self) -> None:
@@ -94,14 +94,14 @@ class Sandbox(ABC):
         """Run a command in a fresh folder with these files.
 
         Args:
-            files: put into the working folder, over those of `workspace`.
+            files: written to the working folder, over those of `workspace`.
             limits: None: the defaults.
             workspace: the working folder that an earlier run kept.
             keep: return the working folder.
 
         Raises:
-            SandboxError: the sandbox itself failed. What the program does is never an error.
-            ConfigurationError: a path of `files` is absolute or leads outside.
+            SandboxError: the sandbox itself failed. Nothing that the program does raises an error.
+            ConfigurationError: a path in `files` is absolute or leads outside.
         """
 
 
@@ -111,7 +111,7 @@ class SandboxTerminatedError(SandboxError):
 
 @runtime_checkable
 class SandboxInterface(Protocol):
-    """tinker-cookbook's sandboxes: a folder that lasts, with commands one after the other."""
+    """tinker-cookbook's sandboxes: a persistent folder, and commands one after the other."""
 
     @property
     def sandbox_id(self) -> str:
@@ -119,7 +119,7 @@ class SandboxInterface(Protocol):
         ...
 
     async def send_heartbeat(self, timeout: int = 30) -> None:
-        """Keep the sandbox alive; does nothing where that is not needed."""
+        """Keep the sandbox alive; does nothing if that is not needed."""
         ...
 
     async def run_command(
@@ -127,7 +127,7 @@ class SandboxInterface(Protocol):
     ) -> SandboxResult:
         """Run a shell command in `workdir` (None: the working folder), for at most `timeout` seconds.
 
-        `max_output_bytes` bounds stdout and stderr; None: the sandbox's own limit.
+        `max_output_bytes` limits stdout and stderr; None: the sandbox's limit.
         """
         ...
 

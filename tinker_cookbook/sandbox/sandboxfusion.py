@@ -1,7 +1,7 @@
 """Runs on a SandboxFusion server (github.com/bytedance/SandboxFusion): POST /run_code with JSON.
 
-Its isolation is the server's. The server bounds time, and memory for each process; what it does not bound (processes,
-disk, CPU time) is bounded by its container.
+The server provides the isolation. It limits time, and memory per process; its container limits the rest (processes, disk,
+CPU time).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from tinker_cookbook.exceptions import ConfigurationError, SandboxError
-from tinker_cookbook.sandbox.packing import SCRIPT, as_bytes, pack, shell_command, take_apart
+from tinker_cookbook.sandbox.packing import SCRIPT, as_bytes, pack, shell_command, split_output
 from tinker_cookbook.sandbox.sandbox_interface import Command, Files, Sandbox, SandboxLimits, SandboxResult
 from tinker_cookbook.utils.lazy import httpx
 from tinker_cookbook.utils.narrowing import is_mapping
@@ -25,7 +25,7 @@ from tinker_cookbook.utils.narrowing import is_mapping
 DEFAULT_URL = "http://localhost:8080/run_code"
 START = "docker run -p 8080:8080 volcengine/sandbox-fusion:server-20250609"
 GRACE_SECONDS = 30.0
-"""How long an answer may take beyond the run's own time: runs queue on the server."""
+"""How long an answer may take beyond the run's time limit, because runs queue on the server."""
 CONNECT_SECONDS = 5.0
 
 
@@ -38,14 +38,14 @@ class SandboxFusionClient:
     """tinker-cookbook's client: runs code with files, and returns the server's answer.
 
     Args:
-        url: of /run_code; None: SANDBOX_URL, else DEFAULT_URL.
-        max_concurrency: requests at the same time; None: SANDBOX_MAX_CONCURRENCY, else 4.
+        url: address of /run_code; None: SANDBOX_URL, else DEFAULT_URL.
+        max_concurrency: concurrent requests; None: SANDBOX_MAX_CONCURRENCY, else 4.
     """
 
     def __init__(self, url: str | None = None, max_concurrency: int | None = None):
         self._url = fusion_url(url)
         limit = max_concurrency or int(os.environ.get("SANDBOX_MAX_CONCURRENCY", "4"))
-        self._turns = asyncio.Semaphore(limit)
+        self._slots = asyncio.Semaphore(limit)
         self._client: Any = None
 
     async def run(
@@ -68,7 +68,7 @@ class SandboxFusionClient:
 
     async def post(self, request: Mapping[str, Any], timeout: float) -> dict[str, Any]:
         """The answer to a request. Raises SandboxError if there is none."""
-        async with self._turns:
+        async with self._slots:
             if self._client is None:
                 self._client = httpx.AsyncClient(trust_env=False)
             limit = httpx.Timeout(timeout + GRACE_SECONDS, connect=CONNECT_SECONDS)
@@ -81,9 +81,9 @@ class SandboxFusionClient:
         try:
             answer = response.json()
         except ValueError as error:
-            raise SandboxError(f"{self._url} answered no JSON: {response.text[:200]!r}") from error
+            raise SandboxError(f"{self._url} did not answer with JSON: {response.text[:200]!r}") from error
         if not is_mapping(answer):
-            raise SandboxError(f"{self._url} answered no JSON object: {response.text[:200]!r}")
+            raise SandboxError(f"{self._url} did not answer with a JSON object: {response.text[:200]!r}")
         return dict(answer)
 
     async def close(self) -> None:
@@ -153,7 +153,7 @@ class SandboxFusion(Sandbox):
         ran = answer.get("run_result")
         if answer.get("status") == "SandboxError" or not is_mapping(ran):
             raise SandboxError(f"{self.url}: {str(answer.get('message') or 'no run_result')[:500]}")
-        parts = take_apart(as_bytes(str(ran.get("stdout") or "")), mark)
+        parts = split_output(as_bytes(str(ran.get("stdout") or "")), mark)
         late = ran.get("status") == "TimeLimitExceeded"
         if not parts.started and not late:
             raise SandboxError(f"{self.url} did not start the program: {str(ran.get('stderr'))[-500:]}")

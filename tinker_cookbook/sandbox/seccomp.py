@@ -1,7 +1,7 @@
-"""The system calls that a program in bubblewrap is denied, as a filter for seccomp.
+"""A seccomp filter with the system calls that a program in bubblewrap is denied.
 
-A user namespace of its own would give a program mounts without a size and most of the kernel to attack. The other calls are
-those that no program of a task needs and that reach other processes, keys, or the kernel itself.
+In a new user namespace a program could create mounts of any size and reach most of the kernel. The other denied calls reach
+other processes, keys, or the kernel itself, and no task needs them.
 """
 
 import os
@@ -17,7 +17,7 @@ _NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16
 _NEW_USER_NAMESPACE = 0x10000000
 _MAP_SHARED, _MAP_ANONYMOUS = 0x01, 0x20
 _OTHER_ABI = 0x40000000
-"""From here on, numbers are those of x32."""
+"""First number of an x32 call."""
 
 
 class _Calls(NamedTuple):
@@ -36,7 +36,7 @@ class _Calls(NamedTuple):
 
 _CLONE3, _MEMFD_SECRET = 435, 447
 _EVERYWHERE = (425, 426, 427, 428, 429, 430, 431, 432, 433, 442)
-"""io_uring_setup, io_uring_enter, io_uring_register, and the calls that mount by file descriptor: the same everywhere."""
+"""io_uring_setup, io_uring_enter, io_uring_register, and the mount calls by file descriptor: the same on all architectures."""
 _MACHINES = {
     "x86_64": _Calls(
         0xC000003E,
@@ -58,7 +58,7 @@ _MACHINES = {
 
 
 class _Line(NamedTuple):
-    """An instruction; jumps name the instruction that they lead to, or the next one."""
+    """An instruction; jumps name their target, "" is the next instruction."""
 
     code: int
     operand: int
@@ -68,11 +68,11 @@ class _Line(NamedTuple):
 
 
 def seccomp_filter(machine: str = platform.machine(), unmapped_memory: bool = True) -> bytes | None:
-    """The filter in the kernel's form (struct sock_filter); None on a machine whose numbers are not known here.
+    """The filter in the kernel's form (struct sock_filter); None on an unknown architecture.
 
     Args:
-        unmapped_memory: whether memory is allowed that stays while no process maps it, or that several share: files without
-            a place, segments and queues of System V, anonymous mappings that are shared. Limits of a process count none of it.
+        unmapped_memory: whether to allow memory that outlives its mappings or is shared by processes: memfd, System V
+            segments and queues, shared anonymous mappings. Per-process limits do not count it.
     """
     calls = _MACHINES.get(machine)
     if calls is None:
@@ -95,27 +95,29 @@ def seccomp_filter(machine: str = platform.machine(), unmapped_memory: bool = Tr
         _Line(_JUMP_ANY_BIT, _MAP_SHARED, if_false="allowed"),
         _Line(_JUMP_ANY_BIT, _MAP_ANONYMOUS, if_true="denied", if_false="allowed"),
         _Line(_RETURN, _ERRNO | _EPERM, name="denied"),
-        _Line(_RETURN, _ERRNO | _ENOSYS, name="absent"),  # the C library then takes clone, whose flags can be read
+        _Line(
+            _RETURN, _ERRNO | _ENOSYS, name="absent"
+        ),  # the C library falls back to clone, whose flags can be checked
         _Line(_RETURN, _ALLOW, name="allowed"),
     ]
     return _assembled(lines)
 
 
 def _assembled(lines: Sequence[_Line]) -> bytes:
-    """Jumps are counts of instructions to skip."""
-    places = {line.name: place for place, line in enumerate(lines) if line.name}
+    """The program's bytes, with jump targets as numbers of instructions to skip."""
+    indices = {line.name: index for index, line in enumerate(lines) if line.name}
 
-    def skipped(place: int, name: str) -> int:
-        return places[name] - place - 1 if name else 0
+    def skipped(index: int, name: str) -> int:
+        return indices[name] - index - 1 if name else 0
 
     return b"".join(
-        struct.pack("<HBBI", line.code, skipped(place, line.if_true), skipped(place, line.if_false), line.operand)
-        for place, line in enumerate(lines)
+        struct.pack("<HBBI", line.code, skipped(index, line.if_true), skipped(index, line.if_false), line.operand)
+        for index, line in enumerate(lines)
     )
 
 
 def open_filter(filter_bytes: bytes) -> int:
-    """A file descriptor to read the filter from, once; the caller closes it."""
+    """A file descriptor with the filter, to be read once; the caller closes it."""
     file = os.memfd_create("seccomp")
     os.write(file, filter_bytes)
     os.lseek(file, 0, os.SEEK_SET)

@@ -1,7 +1,7 @@
-"""A working folder that lasts, over runs that do not: what one command leaves is where the next one starts.
+"""A persistent working folder over separate runs: each command starts with the files that the previous one left.
 
-Only files last. Processes, variables and the current folder end with their command, so an idle session costs nothing but
-the bytes of its folder, and leaves nothing behind when it is dropped.
+Only files persist. Processes, variables and the current folder end with their command, so an idle session only costs the
+bytes of its folder, and leaves nothing behind when it is dropped.
 """
 
 import itertools
@@ -20,8 +20,8 @@ from tinker_cookbook.sandbox.sandbox_interface import (
     SandboxTerminatedError,
 )
 
-LONGEST_SHOWN = 2000
-"""Characters of a command's output that are shown."""
+MAX_SHOWN = 2000
+"""Maximum length of the output shown to a model, in characters."""
 
 _numbers = itertools.count()
 
@@ -31,8 +31,8 @@ class SandboxSession(SandboxInterface):
 
     Args:
         sandbox: where they run.
-        limits: of each command.
-        files: the folder at the start.
+        limits: limits of each command.
+        files: initial files of the folder.
     """
 
     def __init__(self, sandbox: Sandbox, limits: SandboxLimits | None = None, files: Files | None = None):
@@ -53,7 +53,7 @@ class SandboxSession(SandboxInterface):
         limits: SandboxLimits | None = None,
         files: Files | None = None,
     ) -> SandboxResult:
-        """Run a command. A command that reached a limit leaves the folder as it was before.
+        """Run a command. If it reaches a limit, the folder is unchanged.
 
         Raises SandboxTerminatedError after `cleanup`.
         """
@@ -70,7 +70,7 @@ class SandboxSession(SandboxInterface):
         files: Files | None = None,
         keep: bool = False,
     ) -> SandboxResult:
-        """Run a command, with more files, on a copy of the folder, which stays as it is."""
+        """Run a command, with more files, on a copy of the folder; the folder is unchanged."""
         if self._ended:
             raise SandboxTerminatedError(f"{self._id} has been removed; make a new one")
         given = {**self._files, **(files or {})}
@@ -106,11 +106,11 @@ class SandboxSession(SandboxInterface):
 
 
 def shown_result(result: SandboxResult, limits: SandboxLimits) -> str:
-    """What a model reads of a command that `SandboxSession.run` ran."""
+    """The text that a model sees for the result of `SandboxSession.run`."""
     text = result.stdout + result.stderr
-    if len(text) > LONGEST_SHOWN:
-        half = LONGEST_SHOWN // 2
-        text = f"{text[:half]}\n[{len(text) - LONGEST_SHOWN} characters]\n{text[-half:]}"
+    if len(text) > MAX_SHOWN:
+        half = MAX_SHOWN // 2
+        text = f"{text[:half]}\n[{len(text) - MAX_SHOWN} characters]\n{text[-half:]}"
     if result.limit is None or result.workspace is not None:
         return f"{text.rstrip()}\n[exit code {result.exit_code}]".lstrip()
     reached = f"{result.limit}={getattr(limits, result.limit)}"

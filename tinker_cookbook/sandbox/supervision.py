@@ -1,6 +1,6 @@
-"""Run one command of the host to its end: feed it, read it, and kill it with all it started when it reaches a limit.
+"""Run one command on the host: write its stdin, read its output, and kill it with all its processes at a limit.
 
-It blocks, so it runs in a thread; `stop` ends it from outside.
+It blocks, so it runs in a thread; the event `stop` ends it.
 """
 
 import os
@@ -19,16 +19,16 @@ from tinker_cookbook.sandbox.control_groups import ControlGroup
 from tinker_cookbook.sandbox.sandbox_interface import DISK_SHARE, LimitName, SandboxLimits
 
 POLL_SECONDS = 0.02
-"""How often the limits are looked at that nothing announces."""
-LOOK_SECONDS = 0.1
-"""How often each process is looked at where no group counts them."""
+"""Interval for polling the limits."""
+USAGE_SECONDS = 0.1
+"""Interval for polling each process if no group counts them."""
 GONE_SECONDS = 2.0
-"""How long processes that were killed may take to vanish."""
+"""How long to wait for killed processes to end."""
 _CHUNK = 1 << 16
 
 
 class Usage(NamedTuple):
-    """What running processes use."""
+    """Resources used by running processes."""
 
     memory_bytes: int
     cpu_s: float
@@ -36,7 +36,7 @@ class Usage(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What is known of a command that has ended."""
+    """The outcome of a command."""
 
     stdout: bytes
     stderr: bytes
@@ -48,17 +48,17 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Supervised:
-    """A command of the host, and what belongs to it.
+    """A command on the host, and how it is supervised.
 
     Attributes:
-        end_mark: separates the program's stdout, which `output_kb` bounds, from what is read behind it.
-        keeps: something is read behind it, up to the size of the disk.
-        group: where its processes are counted; None: only its own time is known.
-        reached: the limit that was reached elsewhere; asked once the command has ended.
-        kill: kills what the command started elsewhere; called once it is killed.
-        usage: what the processes below a process use, where no group counts it.
+        env: its whole environment, so that no secret gets in.
+        end_mark: separates the program's stdout, which `output_kb` limits, from the data after it.
+        keeps: whether data follows the end mark, up to the size of the disk.
+        group: counts its processes; None: only its own time is known.
+        reached: returns a limit that was reached elsewhere; called after the command has ended.
+        kill: kills processes that the command started elsewhere; called after it is killed.
+        usage: returns the usage of a process's descendants, if no group counts it.
         files: file descriptors that the command inherits.
-        env: of the command; empty but for what is given here, so that no secret gets in.
     """
 
     argv: Sequence[str]
@@ -73,7 +73,7 @@ class Supervised:
 
 
 def supervise(command: Supervised, stdin: bytes, limits: SandboxLimits, stop: threading.Event) -> Outcome:
-    """Run it. Afterwards none of its processes is left. Raises OSError if it cannot be started."""
+    """Run the command; when this returns, none of its processes is left. Raises OSError if it cannot be started."""
     started = time.monotonic()
     process = subprocess.Popen(
         command.argv,
@@ -96,16 +96,16 @@ def supervise(command: Supervised, stdin: bytes, limits: SandboxLimits, stop: th
 
 
 class _Watch:
-    """One running command."""
+    """A running command."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", command: Supervised, limits: SandboxLimits, started: float):
         self.process, self.command, self.limits, self.started = process, command, limits, started
         self.stdout, self.stderr = bytearray(), bytearray()
         self.limit: LimitName | None = None
-        self.looked, self.cpu_s = started, 0.0
+        self.polled, self.cpu_s = started, 0.0
 
     def follow(self, stdin: bytes, stop: threading.Event) -> None:
-        """Feed and read until it has ended, reached a limit, or is stopped."""
+        """Write stdin and read output until the command has ended, reached a limit, or is stopped."""
         process, left = self.process, memoryview(stdin)
         assert process.stdin and process.stdout and process.stderr
         with selectors.DefaultSelector() as selector:
@@ -144,11 +144,11 @@ class _Watch:
             return left[:0]
 
     def _has_ended(self) -> bool:
-        """It stays a zombie, so that its id is nobody else's until its process group is killed."""
+        """Does not reap it: as a zombie it keeps its id until its process group is killed."""
         return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def _read_rest(self) -> None:
-        """What is in the pipes. They may stay open: a process that outlives the command holds them until it is killed."""
+        """Read what is left in the pipes. They may stay open: a process that outlives the command holds them."""
         for pipe, data in ((self.process.stdout, self.stdout), (self.process.stderr, self.stderr)):
             assert pipe
             os.set_blocking(pipe.fileno(), False)
@@ -168,15 +168,15 @@ class _Watch:
         end = self.stdout.find(self.command.end_mark, 0, most + 2 * slack)
         if end < 0 or end > most + slack:
             return "output_kb"
-        behind = (DISK_SHARE * self.limits.disk_mb << 20) if self.command.keeps else slack
-        return None if len(self.stdout) - end <= behind else "disk_mb"
+        after_mark = (DISK_SHARE * self.limits.disk_mb << 20) if self.command.keeps else slack
+        return None if len(self.stdout) - end <= after_mark else "disk_mb"
 
     def _reached(self, now: float) -> LimitName | None:
         if now - self.started > self.limits.wall_s:
             return "wall_s"
-        if self.command.usage is not None and now - self.looked >= LOOK_SECONDS:
+        if self.command.usage is not None and now - self.polled >= USAGE_SECONDS:
             used = self.command.usage(self.process.pid)
-            self.looked, self.cpu_s = now, max(self.cpu_s, used.cpu_s)
+            self.polled, self.cpu_s = now, max(self.cpu_s, used.cpu_s)
             if used.memory_bytes > self.limits.memory_mb << 20:
                 return "memory_mb"
             if used.cpu_s > self.limits.cpu_s:
@@ -189,7 +189,7 @@ class _Watch:
         return None
 
     def _await_group(self) -> None:
-        """Wait until the killed process group is gone; one that nobody reaps may stay as a zombie."""
+        """Wait until the killed process group has ended; a process that is never reaped may stay as a zombie."""
         until = time.monotonic() + GONE_SECONDS
         with suppress(ProcessLookupError, PermissionError):
             while time.monotonic() < until:
@@ -197,7 +197,7 @@ class _Watch:
                 time.sleep(0.002)
 
     def end(self) -> float:
-        """Kill what is left; returns its CPU seconds."""
+        """Kill the remaining processes; returns the CPU seconds of all."""
         if self.limit is None:
             group = self.command.group
             self.limit = self.command.reached() if group is None else group.reached()
@@ -220,8 +220,8 @@ class _Watch:
         return cpu_s
 
 
-def usage_below(pid: int) -> Usage:
-    """What the descendants of a process use: memory without what comes from files, and the CPU time of those that run."""
+def usage_of_descendants(pid: int) -> Usage:
+    """The usage of a process's descendants: memory without file pages, and the CPU time of those that still run."""
     children: dict[int, list[int]] = {}
     used: dict[int, Usage] = {}
     page, tick = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_CLK_TCK")
@@ -233,9 +233,9 @@ def usage_below(pid: int) -> Usage:
             continue  # it has just ended
         children.setdefault(int(fields[1]), []).append(int(folder.name))
         used[int(folder.name)] = Usage((resident - shared) * page, sum(map(int, fields[11:15])) / tick)
-    waiting, below = [pid], list[Usage]()
-    while waiting:
-        found = children.get(waiting.pop(), [])
-        below += [used[child] for child in found]
-        waiting += found
-    return Usage(sum(one.memory_bytes for one in below), sum(one.cpu_s for one in below))
+    pending, usages = [pid], list[Usage]()
+    while pending:
+        pids = children.get(pending.pop(), [])
+        usages += [used[child] for child in pids]
+        pending += pids
+    return Usage(sum(one.memory_bytes for one in usages), sum(one.cpu_s for one in usages))

@@ -1,7 +1,7 @@
-"""Runs without isolation: a plain process with the rights of this one. For trusted programs, and for trying out.
+"""Runs without isolation: a plain process with the rights of this one. For trusted programs and experiments.
 
-Memory and CPU time bind each process alone, and nothing keeps a program from reading, writing or sending anything that
-this user may, or from leaving a process of its own session behind. It has to be asked for by name.
+Memory and CPU time are limited per process only. A program can read, write and send anything that this user can, and leave
+processes in another session behind. It must be requested by name.
 """
 
 import os

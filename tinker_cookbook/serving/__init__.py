@@ -1,5 +1,5 @@
-"""The renderers behind a server's chat: which one a model's chats have, and how OpenAI's messages go through it.
+"""Renderers for a server's chat endpoints: which one a model uses, and how it renders OpenAI's messages.
 
-`tinker_local_backend.server` says what it wants of a chat format (`chat_format.ChatFormat`) and knows nothing of this package;
-its `__main__` hands it `formats.ServedFormats`.
+`tinker_local_backend.server` defines the interface (`chat_format.ChatFormat`) and does not import this package; its
+`__main__` passes it `formats.ServedFormats`.
 """

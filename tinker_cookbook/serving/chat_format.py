@@ -1,7 +1,7 @@
-"""A renderer behind a server's chat: OpenAI's messages to the tokens that training sees, sampled tokens to a message.
+"""A renderer as a server's chat format: from OpenAI's messages to the tokens of training, and from sampled tokens to a message.
 
-A prompt is `renderer.build_generation_prompt` of the conversation, tools declared by `create_conversation_prefix_with_tools`; a
-reply is read by `renderer.parse_response`.
+A prompt is `renderer.build_generation_prompt` of the conversation; `create_conversation_prefix_with_tools` declares the tools;
+`renderer.parse_response` parses a reply.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class RendererFormat:
     """The chat format of one model.
 
     Args:
-        name: of the renderer.
-        offered: the renderers that fit the model; empty if that is not known.
-        renderers: those that were made so far, by name.
-        tools: what the conversation may call.
+        name: name of the renderer.
+        offered: the renderers that fit the model; empty if unknown.
+        renderers: cache of renderers, by name.
+        tools: tools of the conversation.
 
-    What cannot be written is a ValueError (RendererError) that names the message.
+    A message that cannot be rendered raises a ValueError (RendererError) that names it.
     """
 
     name: str
@@ -77,7 +77,7 @@ class RendererFormat:
 
     @property
     def stops(self) -> Sequence[int | str]:
-        """What ends a reply: token ids, or texts."""
+        """Stop sequences of a reply: token ids or texts."""
         return self.renderer.get_stop_sequences()
 
     def for_request(
@@ -86,7 +86,7 @@ class RendererFormat:
         reasoning_effort: str | None,
         options: Mapping[str, bool | str],
     ) -> RendererFormat:
-        """The format of a conversation with OpenAI's `tools`. Raises ValueError, naming the field, for what it does not have."""
+        """The format for a request with OpenAI's `tools`. Raises ValueError, naming the field, for an unsupported option."""
         specs = _tool_specs(tools or ())
         name = variant(self.name, reasoning_effort, options, bool(specs), self.offered)
         return replace(self, name=name, tools=specs)
@@ -98,9 +98,9 @@ class RendererFormat:
         continue_final_message: bool = False,
     ) -> list[int] | tinker.ModelInput:
         """The prompt for the assistant's next message; chunks if it has pictures. Without `add_generation_prompt`: the tokens of
-        the conversation, as a training example has them; with `continue_final_message` without the end of its last message.
+        the conversation, as in a training example; with `continue_final_message`, without the end of its last message.
 
-        Raises RendererError where a reply that goes on with a message could not be read.
+        Raises RendererError if a reply that continues the last message could not be parsed.
         """
         try:
             conversation = self.conversation(messages)
@@ -114,7 +114,7 @@ class RendererFormat:
             tokens = prompt.to_ints()
             return self._without_end(tokens, conversation[-1]) if continue_final_message else tokens
         if continue_final_message:
-            raise RendererError("continue_final_message does not go with pictures here; leave out one of them")
+            raise RendererError("continue_final_message does not work with pictures; leave out one of them")
         return prompt
 
     def _without_end(self, tokens: list[int], last: Message) -> list[int]:
@@ -123,13 +123,13 @@ class RendererFormat:
         )
         if not reads_text or last["role"] != "assistant" or last.get("tool_calls") or tokens[-1] not in self.stops:
             raise RendererError(
-                f"continue_final_message: with the renderer {self.name!r} no reply goes on with this message; it takes one of "
-                "the assistant, without calls, in a format whose prompts open no reasoning"
+                f"continue_final_message: the renderer {self.name!r} cannot continue this message; it must be one of "
+                "the assistant, without calls, in a format whose prompts do not open reasoning"
             )
         return tokens[:-1]
 
     def conversation(self, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-        """OpenAI's messages in the renderer's form, the tools declared before them."""
+        """OpenAI's messages as renderer messages, after the declaration of the tools."""
         converted = [_with_unparsed_calls(message) for message in messages]
         if not self.tools:
             return converted
@@ -139,17 +139,17 @@ class RendererFormat:
         return [*opening, *converted[has_system:]]
 
     def read(self, tokens: Sequence[int], ended: bool = False) -> dict[str, Any]:
-        """A reply as OpenAI's message. `content` is its text; where present, there are
+        """A reply as OpenAI's message. `content` is its text; if there are any, also
 
         - `reasoning_content`: its reasoning.
         - `tool_calls`: with an id only if the model wrote one.
-        - `unparsed_tool_calls`: calls that cannot be read, and all calls where there are no tools, {"raw_text", "error"} each;
+        - `unparsed_tool_calls`: calls that cannot be parsed, and all calls if there are no tools, {"raw_text", "error"} each;
           their text is also the end of `content`.
-        - `tool_argument_errors`: calls whose arguments are not of the types that the tool declared, {"index", "error"} each.
+        - `tool_argument_errors`: calls whose arguments do not match the declared types, {"index", "error"} each.
 
         Args:
             tokens: with the stop token of the format, if the model wrote it.
-            ended: whether the model ended its turn in another way; `tokens` does not show it.
+            ended: whether the model ended its turn in a way that `tokens` does not show.
         """
         ending = next((stop for stop in (*self.stops, self.tokenizer.eos_token_id) if isinstance(stop, int)), None)
         ids = [*tokens, ending] if ended and ending is not None else list(tokens)
@@ -157,21 +157,19 @@ class RendererFormat:
         return self._as_openai(message)
 
     def stream(self) -> ReplyStream:
-        """What a reply says while its tokens arrive."""
+        """A parser of one reply while its tokens arrive."""
         return reply_stream(self.renderer)
 
     def forced_call(self, name: str) -> list[str | int | re.Pattern[str] | None]:
-        """What a reply that does nothing but call the tool `name` consists of, without its end: texts, ids of tokens, patterns,
-        and None where the JSON of the arguments stands.
+        """The parts of a reply that only calls the tool `name`, without its end: texts, token ids, patterns, and None for the
+        JSON of the arguments.
 
-        Raises ValueError if the format does not write arguments as JSON, or calls end in another way than answers.
+        Raises ValueError if the format does not write arguments as JSON, or if calls end differently from answers.
         """
         tokens, call = self._written_call(name)
         stops = [stop for stop in self.stops if isinstance(stop, int)]
         if any(self.renderer.parse_response([*tokens[:-1], stop])[0].get("tool_calls") != [call] for stop in stops):
-            raise ValueError(
-                f"a call of {name!r:.100} cannot be made certain in the format of the renderer {self.name!r}"
-            )
+            raise ValueError(f"a call of {name!r:.100} cannot be forced in the format of the renderer {self.name!r}")
         row = [piece for part in self._pieces(tokens[:-1]) for piece in _slots(part, name)]
         if row.count(None) != 1:
             raise ValueError(f"the renderer {self.name!r} does not write the arguments of a call as JSON")
@@ -196,20 +194,20 @@ class RendererFormat:
         raise ValueError(f"the renderer {self.name!r} does not read back a call of {name!r:.100}")
 
     def _pieces(self, tokens: Sequence[int]) -> Iterator[str | int]:
-        """Ids of added tokens, and the text between them."""
+        """The ids of added tokens, and the texts between them."""
         added = self.tokenizer.added_tokens_decoder
         for is_added, run in groupby(tokens, key=lambda token: token in added):
             ids = list(run)
             yield from ids if is_added else [decode_tokens(self.tokenizer, ids)]
 
     def _undeclared(self, call: ToolCall) -> UnparsedToolCall:
-        """A call in a conversation without tools, as the format writes it."""
+        """A call of an undeclared tool, as the format writes it."""
         user, answer = Message(role="user", content="?"), Message(role="assistant", content="", tool_calls=[call])
         asked = self.renderer.build_generation_prompt([user]).length
         try:
             written = self.renderer.build_supervised_example([user, answer])[0].to_ints()[asked:-1]
             text = _EMPTY_THINKING.sub("", decode_tokens(self.tokenizer, written), count=1)
-        except RendererError:  # read in a form that the format does not write
+        except RendererError:  # parsed from a form that the format does not write
             text = call.function.model_dump_json()
         return UnparsedToolCall(raw_text=text, error="the request declares no tools")
 
@@ -241,7 +239,7 @@ class RendererFormat:
 
 
 def _slots(piece: str | int, name: str) -> list[str | int | re.Pattern[str] | None]:
-    """A piece of a call, cut where something else may stand: arguments, an id, the number in an id of Kimi."""
+    """A piece of a call, split at its variable parts: the arguments, an id, the number in one of Kimi's ids."""
     if isinstance(piece, int):
         return [piece]
     row: list[str | int | re.Pattern[str] | None] = []
@@ -265,8 +263,8 @@ def _tool_specs(tools: Sequence[Mapping[str, Any]]) -> list[ToolSpec]:
 
 
 def _with_unparsed_calls(message: Mapping[str, Any]) -> Message:
-    """One of OpenAI's messages in the renderer's form. Calls that could not be read are cut off the end of the content, where
-    `read` put them, and are written as the model wrote them; where the content was changed, it is the message."""
+    """One of OpenAI's messages as a renderer message. Unparsed calls are removed from the end of the content, where `read`
+    appended them, and rendered as the model wrote them, unless the content was edited."""
     message = dict(message)
     unparsed: list[dict[str, Any]] = message.pop("unparsed_tool_calls", None) or []
     (plain,) = openai_messages_to_tinker([message])

@@ -1,4 +1,4 @@
-"""Which renderer a served model's chats have."""
+"""The renderer of a served model's chats."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class ServedFormats:
     """The chat formats of a server's models.
 
     Args:
-        chat: "renderer": the one that a checkpoint was trained with, else the one recommended for its base model, else none.
-            "template": none. Otherwise the name of a renderer (as `renderer_name` of recipes), for all models.
+        chat: "renderer": the checkpoint's renderer, else the one recommended for its base model, else the chat template.
+            "template": the chat template. Otherwise the name of a renderer (as `renderer_name` of recipes), for all models.
 
-    Raises ConfigurationError for a name of no renderer, and for a file or module without one.
+    Raises ConfigurationError for an unknown name, and for a file or module without a renderer.
     """
 
     def __init__(self, chat: str = RENDERER) -> None:
@@ -41,7 +41,7 @@ class ServedFormats:
     def name_of(self, model: str, user_metadata: Mapping[str, str]) -> str | None:
         """The renderer of a base model, or of a checkpoint of it with this metadata; None: the tokenizer's chat template.
 
-        Raises ValueError for a checkpoint that was trained with a renderer in somebody's file, which is not loaded unasked.
+        Raises ValueError for a checkpoint trained with a custom renderer, whose file is only loaded if `chat` names it.
         """
         if self._chat != RENDERER:
             return None if self._chat == TEMPLATE else self._chat
@@ -56,7 +56,7 @@ class ServedFormats:
         return recorded
 
     def make(self, model: str, tokenizer: Tokenizer, user_metadata: Mapping[str, str]) -> RendererFormat | None:
-        """The format of `name_of`. Raises ValueError as there, and where the tokenizer lacks a token of the format."""
+        """The format of `name_of`. Raises ValueError as there, and if the tokenizer lacks a token of the format."""
         name = self.name_of(model, user_metadata)
         if name is None:
             return None
@@ -65,7 +65,7 @@ class ServedFormats:
         return self._made[model, name]
 
     def _names_for(self, model: str) -> Sequence[str]:
-        """The renderers that fit a base model; empty where none is known."""
+        """The renderers that fit a base model; empty if none is known."""
         if model not in self._offered:
             try:
                 names = get_recommended_renderer_names(model)

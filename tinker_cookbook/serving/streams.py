@@ -1,4 +1,4 @@
-"""What a reply says while its tokens arrive: text and reasoning, never tool calls."""
+"""Parse a reply while its tokens arrive, into text and reasoning, never tool calls."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -10,31 +10,31 @@ from tinker_cookbook.renderers.formats import EndTokenRenderer
 from tinker_cookbook.renderers.gpt_oss import CALL, END, ENDINGS, MESSAGE, START, GptOssRenderer, channel_and_recipient
 
 _REREADS = 16
-"""A reply that is read anew while it grows is read each time it has grown by this part of its length: 1/16."""
+"""`_Reparsed` parses a reply again whenever it has grown by 1/16 of its length."""
 _INCOMPLETE = "\ufffd"
 
 
 class ReplyStream(Protocol):
-    """One reply."""
+    """The parser of one reply."""
 
     def feed(self, tokens: Sequence[int]) -> tuple[str, str]:
-        """(text, reasoning) that became certain with these tokens."""
+        """The (text, reasoning) that these tokens complete."""
         ...
 
 
 def reply_stream(renderer: Renderer) -> ReplyStream:
     if isinstance(renderer, EndTokenRenderer):
-        return _Scanned(renderer)
-    return _Harmony(renderer) if isinstance(renderer, GptOssRenderer) else _Reread(renderer)
+        return _StreamParsed(renderer)
+    return _Harmony(renderer) if isinstance(renderer, GptOssRenderer) else _Reparsed(renderer)
 
 
-class _Scanned:
-    """By the renderer's own parser of streams."""
+class _StreamParsed:
+    """Uses the renderer's streaming parser."""
 
     def __init__(self, renderer: EndTokenRenderer) -> None:
         self._parser = renderer.streaming_parser()
         self._reasoning = ""
-        self._said = False
+        self._has_text = False
 
     def feed(self, tokens: Sequence[int]) -> tuple[str, str]:
         text = reasoning = ""
@@ -44,39 +44,39 @@ class _Scanned:
                     reasoning += delta.thinking
                     self._reasoning += delta.thinking
                 elif isinstance(delta, StreamingTextDelta):
-                    # Before a call without a </think>, what passed for reasoning was text.
-                    if not self._said and self._parser.opening_unclosed:
+                    # A call without a preceding </think>: the earlier reasoning was text.
+                    if not self._has_text and self._parser.opening_unclosed:
                         text += self._reasoning
-                    self._said = True
+                    self._has_text = True
                     text += delta.text
         return text, reasoning
 
 
 class _Harmony:
-    """Message by message: what stands in the analysis channel is reasoning, what has a recipient is a call."""
+    """Message by message: the analysis channel is reasoning, a message with a recipient is a call."""
 
     def __init__(self, renderer: GptOssRenderer) -> None:
         self._tokenizer = renderer.tokenizer
         self._names = {token_id: name for name, token_id in renderer.ids.items()}
         self._header: list[int] | None = []
-        """None: within a body, or between two messages"""
-        self._before_header = "assistant"  # of the first message, the prompt's
+        """tokens of the header so far; None: within a body, or between two messages"""
+        self._before_header = "assistant"  # the prompt has the first message's role
         self._body: Utf8TokenDecoder | None = None
         self._kind = ""
         self._held: str | None = None
-        """of a message that may yet turn out to be a call, because it is in neither channel of text"""
+        """text of a message that may still turn out to be a call, because it is in neither text channel"""
         self._over = False
 
     def feed(self, tokens: Sequence[int]) -> tuple[str, str]:
-        said = {"text": "", "reasoning": "", "call": ""}
+        new = {"text": "", "reasoning": "", "call": ""}
         for token in tokens:
             if not self._over:
                 name = self._names.get(token, "")
-                said[self._kind or "text"] += self._next(token, name)
-        return said["text"], said["reasoning"]
+                new[self._kind or "text"] += self._next(token, name)
+        return new["text"], new["reasoning"]
 
     def _next(self, token: int, name: str) -> str:
-        """What a token completes, of the message that it is in."""
+        """The text of the current message that a token completes."""
         if self._body is not None:
             piece = self._body.flush() if name else self._body.decode([token])
             if self._held is not None:
@@ -100,8 +100,8 @@ class _Harmony:
         return ""
 
 
-class _Reread:
-    """Of a renderer that reads whole replies alone: by reading what there is so far, now and then."""
+class _Reparsed:
+    """For a renderer that only parses whole replies: parses the tokens so far, at intervals."""
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
@@ -121,7 +121,7 @@ class _Reread:
         return new
 
     def _certain(self, text: str) -> str:
-        """Without what may become a character, or a stop sequence."""
+        """The text without an incomplete character or stop sequence at its end."""
         text = text.rstrip(_INCOMPLETE)
         stops = [stop for stop in self._renderer.get_stop_sequences() if isinstance(stop, str)]
         begun = max((n for stop in stops for n in range(len(stop)) if text.endswith(stop[:n])), default=0)

@@ -1,6 +1,6 @@
-"""Renderers of one model that differ in what the model is asked for: to think or not, how much, to keep its reasoning, tools.
+"""Renderer variants of one model: thinking on or off, reasoning effort, keeping earlier reasoning, tools.
 
-A request chooses among them (`reasoning_effort`, `chat_template_kwargs`), as it would by the variables of a chat template.
+A request selects a variant (`reasoning_effort`, `chat_template_kwargs`), as it would by the variables of a chat template.
 """
 
 from collections.abc import Mapping, Sequence
@@ -52,17 +52,17 @@ _FAMILIES: tuple[Mapping[str, str], ...] = (
     *({OFF: name} for name in ("qwen3_instruct", "qwen3_vl_instruct", "qwen2_5", "mistral", "mistral_v3", "gemma")),
     {OFF: "role_colon"},
 )
-"""What is asked for -> the renderer, one row per family. A family that never thinks has its renderer under OFF alone."""
+"""Option -> renderer, one row per family. A family that never thinks only has OFF."""
 
 _SAME = {
     "deepseekv3": "deepseekv3_disable_thinking",
     "kimi_k31_pro_no_reasoning_effort": "kimi_k31_pro_max_reasoning",
     "llama3_tools": "llama3",
 }
-"""Names that are of a family without being what a request asks for -> one that is."""
+"""Renderers that no option selects -> a member of their family."""
 
 _KEEPING = ("qwen3_8_", "glm5_3_", "kimi_k31_pro_")
-"""How the names of renderers begin that always keep the reasoning of earlier answers."""
+"""Prefixes of renderers that always keep the reasoning of earlier answers."""
 
 _SWITCHES = ("enable_thinking", "thinking")
 _OPTIONS = (*_SWITCHES, "preserve_thinking", "reasoning_effort")
@@ -75,16 +75,16 @@ def variant(
     with_tools: bool,
     offered: Sequence[str] = (),
 ) -> str:
-    """The renderer of the same model that does what a request asks for.
+    """The variant of a renderer that a request selects.
 
     Args:
         name: the model's renderer.
-        reasoning_effort: none, minimal, low, medium, high, xhigh or max; None asks for nothing.
-        options: those of chat_template_kwargs.
+        reasoning_effort: none, minimal, low, medium, high, xhigh or max; None: not given.
+        options: chat_template_kwargs of the request.
         with_tools: whether the request declares tools.
-        offered: the names that fit the model; empty if that is not known.
+        offered: the names that fit the model; empty if unknown.
 
-    Raises ValueError, naming the field, where there is no such renderer.
+    Raises ValueError, naming the field, if there is no such variant.
     """
     family = _family(name)
     if offered and name in offered:
@@ -112,7 +112,7 @@ def _thinks(name: str, family: Mapping[str, str]) -> bool:
 
 
 def _does(name: str, asked: str, family: Mapping[str, str]) -> bool:
-    """Whether a renderer does already what is asked for."""
+    """Whether a renderer already has the requested option."""
     if asked == ON:
         return _thinks(name, family)
     keeps = name == family.get(KEEP) or name.startswith(_KEEPING)
@@ -120,14 +120,14 @@ def _does(name: str, asked: str, family: Mapping[str, str]) -> bool:
 
 
 def _spelled(asked: str) -> str:
-    """As a request asks for it."""
+    """An option as a request writes it."""
     switches = {ON: ("enable_thinking", "true"), OFF: ("enable_thinking", "false")}
     switches |= {KEEP: ("preserve_thinking", "true"), FORGET: ("preserve_thinking", "false")}
     return "=".join(switches.get(asked, ("reasoning_effort", asked)))
 
 
 def _asked(reasoning_effort: str | None, options: Mapping[str, bool | str]) -> dict[str, str]:
-    """Field -> what it asks for, those of thinking before those that say more. Raises ValueError for contradictions."""
+    """Field -> requested option, thinking switches first. Raises ValueError for contradictions."""
     if unknown := sorted(options.keys() - set(_OPTIONS)):
         raise ValueError(
             f"chat_template_kwargs.{unknown[0]:.100} is not an option of this model's renderer; there are {', '.join(_OPTIONS)}"
@@ -149,5 +149,5 @@ def _asked(reasoning_effort: str | None, options: Mapping[str, bool | str]) -> d
             asked[field] = OFF if effort == "none" else str(effort)
     wanted = set(asked.values()) - {ON, FORGET}
     if len(wanted) > 1 or (OFF in wanted and ON in asked.values()):
-        raise ValueError(f"{' and '.join(asked)} ask for different things; leave out all but one")
+        raise ValueError(f"{' and '.join(asked)} contradict each other; leave out all but one")
     return asked

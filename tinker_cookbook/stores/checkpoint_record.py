@@ -19,16 +19,16 @@ class CheckpointRecord:
 
     name: str
     batch: int | None = None
-    """The next batch to run; None in records of older or other programs, from which a loop here cannot go on."""
+    """The next batch to run; None in records of older or other programs, from which a loop here cannot resume."""
     epoch: int | None = None
     state_path: str | None = None
-    """Weights and optimizer state, to go on training from."""
+    """Weights and optimizer state, to resume training from."""
     sampler_path: str | None = None
     """Weights to sample from."""
     final: bool = False
     """The run was complete when this was saved."""
     extra: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Whatever else the loop needs to go on, for example random states or the path of the reference policy."""
+    """Other state for a resume, for example random states or the path of the reference policy."""
 
     def __post_init__(self) -> None:
         for key, types, expected in (

@@ -1,7 +1,7 @@
-"""Columns of parquet files, made of buffers.
+"""Columns of parquet files, built from buffers.
 
-`pyarrow.array` looks whether it was given something of pandas, and imports pandas for it: half a second in every run, which
-needs nothing else of that package. So do `parquet.read_table` and `to_numpy`; what is here does not.
+`pyarrow.array`, `parquet.read_table` and `to_numpy` import pandas to check for pandas inputs: half a second in every run,
+which does not need it otherwise. The functions here do not.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def numbers(values: Sequence[Any], kind: str) -> pyarrow.Array:
         TypeError: a value is of another kind, such as a fraction in a column of integers.
         OverflowError: an integer is too large for the column.
     """
-    taken = (bool, np.bool_) if kind == "bool" else (int, np.integer) if "int" in kind else (int, float, np.number)
+    allowed = (bool, np.bool_) if kind == "bool" else (int, np.integer) if "int" in kind else (int, float, np.number)
     for value in values:
-        if value is not None and not isinstance(value, taken):
+        if value is not None and not isinstance(value, allowed):
             raise TypeError(f"{value!r} is a {type(value).__name__}, in a column of {kind}")
     is_there = [value is not None for value in values]
     filled = np.array([0 if value is None else value for value in values], dtype=kind)
@@ -58,7 +58,7 @@ def lists(values: Sequence[np.ndarray | None], kind: str) -> pyarrow.Array:
 
 
 def arrays_of(column: pyarrow.ChunkedArray) -> list[np.ndarray | None]:
-    """The rows of a column that `lists` made, each an array that cannot be written to, or None."""
+    """The rows of a column made by `lists`, each a read-only array, or None."""
     rows: list[np.ndarray | None] = []
     for chunk in column.chunks:
         flat, offsets = _view(chunk.values), _view(chunk.offsets)
@@ -71,10 +71,10 @@ def read_file(content: Any, columns: Sequence[str] | None = None) -> pyarrow.Tab
     """Read a parquet file, or some of its columns.
 
     Args:
-        content: a path, or a file of pyarrow's.
+        content: a path, or a pyarrow file.
 
     Raises:
-        OSError, ValueError, pyarrow.ArrowException: the file is not there, or damaged.
+        OSError, ValueError, pyarrow.ArrowException: the file is missing or damaged.
     """
     from pyarrow import parquet
 
@@ -90,7 +90,7 @@ def _array(kind: str, length: int, buffers: Sequence[np.ndarray | None]) -> pyar
 
 
 def _view(array: pyarrow.Array) -> np.ndarray:
-    """The numbers of an array without nulls, as they are in memory."""
+    """The numbers of an array without nulls, without a copy."""
     kind, buffer = array.type.to_pandas_dtype(), array.buffers()[1]
     flat = np.zeros(0, dtype=kind) if buffer is None else np.frombuffer(buffer, dtype=kind)
     return flat[array.offset : array.offset + len(array)]
@@ -106,7 +106,7 @@ def _bits(flags: np.ndarray) -> np.ndarray:
 
 
 def _offsets(lengths: Sequence[int]) -> np.ndarray:
-    """Where each row begins, and where the last one ends. Raises ValueError beyond what 32 bits count."""
+    """The start of each row, and the end of the last one, int32. Raises ValueError beyond 32 bits."""
     ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     if ends[-1] > _LARGEST_OFFSET:
         raise ValueError(f"a column of {ends[-1]} values or bytes is larger than a file can have ({_LARGEST_OFFSET})")

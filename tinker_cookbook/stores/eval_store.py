@@ -53,7 +53,7 @@ class RunMetadata(_Row):
     checkpoint_name: str | None
     benchmarks: list[str]
     timestamp: str
-    """when it was begun, in ISO 8601"""
+    """start time, in ISO 8601"""
     config: dict[str, Any] = field(default_factory=dict[str, Any])
     scores: dict[str, float] = field(default_factory=dict[str, float])
     """by benchmark; filled in by `EvalStore.finalize_run`"""
@@ -74,7 +74,7 @@ class StoredTrajectory(_Row):
     """One sample of one example."""
 
     idx: int
-    """of the example, in the benchmark's order"""
+    """index of the example, in the benchmark's order"""
     benchmark: str
     example_id: str = ""
     turns: list[StoredTurn] = field(default_factory=list[StoredTurn])
@@ -82,7 +82,7 @@ class StoredTrajectory(_Row):
     metrics: dict[str, float | int] = field(default_factory=dict[str, float | int])
     logs: dict[str, str | int | float] = field(default_factory=dict[str, str | int | float])
     error: str | None = None
-    """what kept it from being graded"""
+    """why it could not be graded; None: it was graded"""
     time_seconds: float = 0.0
 
     @classmethod
@@ -164,7 +164,9 @@ class EvalStore(FileStore):
         """
         root = getattr(self.storage, "root", None)
         if root is None:
-            raise ConfigurationError(f"run_dir({run_id!r}): the store is at {self.url()}, no local folder; use url()")
+            raise ConfigurationError(
+                f"run_dir({run_id!r}): the store is at {self.url()}, not in a local folder; use url()"
+            )
         return str(Path(root, self._path(self._run(run_id))))
 
     def finalize_run(self, run_id: str) -> RunMetadata:

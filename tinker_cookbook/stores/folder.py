@@ -72,7 +72,9 @@ def open_folder(path: str | Path, field: str) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigurationError(f"{field}={str(folder)!r}: cannot be made ({error.strerror}); give another") from error
+        raise ConfigurationError(
+            f"{field}={str(folder)!r}: cannot be created ({error.strerror}); give another"
+        ) from error
     return folder
 
 
@@ -81,12 +83,12 @@ def one_writer(folder: Path, field: str) -> Generator[None]:
     """Hold the folder's lock. Raises ConfigurationError, which names the holder, when another process (or run) has it."""
     with _open(folder, field) as file:
         has_flock = _lock(file, folder, field)
-        _say(file, Holder.myself())
+        _write_holder(file, Holder.myself())
         try:
             yield
         finally:
             # The file stays: removing it would let a third process lock a new one while a second still holds this one.
-            _say(file, None)
+            _write_holder(file, None)
             if has_flock:
                 fcntl.flock(file, fcntl.LOCK_UN)
 
@@ -113,11 +115,11 @@ def _lock(file: BinaryIO, folder: Path, field: str) -> bool:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
     except BlockingIOError as error:
-        raise _in_use(_read(file), folder, field, "") from error
+        raise _in_use(_read_holder(file), folder, field, "") from error
     except OSError as error:
         if error.errno not in _NO_FLOCK:
             raise
-    holder = _read(file)
+    holder = _read_holder(file)
     if holder is not None and not holder.has_died:
         raise _in_use(holder, folder, field, f" (if it no longer exists, remove {folder / LOCK_BASE_NAME})")
     logger.warning("%s: the filesystem has no file locks, so two starts in the same second are not noticed", folder)
@@ -133,12 +135,12 @@ def _in_use(holder: Holder | None, folder: Path, field: str, note: str) -> Confi
     return ConfigurationError(f"{field}={str(folder)!r}: {who} writes to this folder; {fix}, or give another {field}")
 
 
-def _read(file: BinaryIO) -> Holder | None:
+def _read_holder(file: BinaryIO) -> Holder | None:
     file.seek(0)
     return Holder.parse(file.read())
 
 
-def _say(file: BinaryIO, holder: Holder | None) -> None:
+def _write_holder(file: BinaryIO, holder: Holder | None) -> None:
     file.truncate(0)
     if holder is not None:
         file.write(json.dumps(asdict(holder)).encode())

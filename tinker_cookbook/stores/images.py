@@ -1,7 +1,7 @@
 """The pictures of a run.
 
-They are files `images/<sha256>.jpeg` in its folder, each once, however often it was shown. Records name a picture by this
-path, relative to the run's folder, and never hold its bytes.
+They are files `images/<sha256>.jpeg` in the run's folder, each stored once, however often it was shown. Records name a picture
+by this relative path, and never contain its bytes.
 """
 
 import hashlib
@@ -17,9 +17,9 @@ class ShownImage(TypedDict):
     at: int
     """its first position, from 0"""
     tokens: int
-    """how many positions it has"""
+    """number of positions"""
     file: str | None
-    """relative to the run's folder; None: the prompt held no bytes, but an address"""
+    """path relative to the run's folder; None: the prompt had an address instead of the bytes"""
     width: NotRequired[int]
     height: NotRequired[int]
     """in pixels"""
@@ -27,10 +27,10 @@ class ShownImage(TypedDict):
 
 @lru_cache(maxsize=1024)
 def image_name(data: bytes, image_format: str) -> str:
-    """Where a run keeps these bytes, relative to its folder."""
+    """The path of these bytes, relative to the run's folder."""
     return f"{FOLDER}/{hashlib.sha256(data).hexdigest()}.{image_format}"
 
 
-def is_whole(name: str, data: bytes) -> bool:
-    """Whether a file of this name has the bytes that it is named after."""
+def matches_name(name: str, data: bytes) -> bool:
+    """Whether the bytes have the hash in the file's name."""
     return image_name(data, name.rpartition(".")[2]) == name

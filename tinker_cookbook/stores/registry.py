@@ -21,7 +21,7 @@ Status: TypeAlias = Literal["running", "completed", "idle"]
 TrainingType: TypeAlias = Literal["rl", "sl", "dpo"]
 
 _KINDS: dict[str, TrainingType] = {"dpo_beta": "dpo", "loss_fn": "rl", "num_epochs": "sl"}
-"""A key that the configs of one kind of training have, in the order in which they are looked for."""
+"""A config key that identifies each kind of training; the first match counts."""
 
 MAX_DEPTH = 3
 """Folders between a storage's root and a run: recipe, sweep, run."""
@@ -32,7 +32,7 @@ class RunInfo:
     """A run in a storage."""
 
     run_id: str
-    """its path below the root; the URL of a run at the root, or whose path is taken by a run of an earlier storage"""
+    """its path below the root; its URL if it is at the root, or if a run of an earlier storage has the same path"""
     prefix: str
     """its path below the root of its storage"""
     has_config: bool
@@ -43,7 +43,7 @@ class RunInfo:
     status: Status
     """running: a process holds the folder, and is not known to have died; completed: its last checkpoint is final; else idle"""
     last_updated: float | None
-    """seconds since 1970: when metrics, checkpoints or config were last written, where the storage keeps it"""
+    """last write of metrics, checkpoints or config, in seconds since 1970; None: the storage does not record it"""
     has_timing: bool = False
     training_type: TrainingType | None = None
     """determined from its config; None: unknown"""
@@ -96,7 +96,7 @@ class RunRegistry:
         known = self._known()
         if run_id not in known:
             raise ConfigurationError(
-                f"run_id={run_id!r}: no such run; there are {sorted(known)}. refresh() looks again"
+                f"run_id={run_id!r}: no such run; there are {sorted(known)}. refresh() searches again"
             )
         return known[run_id][1]
 

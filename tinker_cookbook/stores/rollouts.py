@@ -2,7 +2,7 @@
 again.
 
 The columns are described in docs/records.md. A prompt is stored as the part that it adds to the turn before. The run's
-settings and the groups that were given up are in the file's metadata, under `run` and `failed_groups`.
+settings and the failed groups are in the file's metadata, under `run` and `failed_groups`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tinker_cookbook.exceptions import DataFormatError
 from tinker_cookbook.stores.columns import arrays_of, lists, numbers, read_file, texts
@@ -19,13 +19,10 @@ from tinker_cookbook.utils.files import to_jsonable
 from tinker_cookbook.utils.lazy import np
 from tinker_cookbook.utils.secrets import redactor
 
-if TYPE_CHECKING:
-    pass
-
 FILE_NAME = "rollouts.parquet"
 SCHEMA_VERSION = 1
 MEDIA = -1
-"""The id at positions of images or other media in a prompt. Which image it is, the column `images` says."""
+"""The id at positions of images or other media in a prompt. The column `images` says which image it is."""
 
 _LISTS = {"prompt": "int32", "completion": "int32", "weight_versions": "int32"} | dict.fromkeys(
     ("sampled_logprobs", "trainer_logprobs", "advantages"), "float32"
@@ -39,7 +36,7 @@ _VALUES = {
 }  # fmt: skip
 COLUMNS = (*_VALUES, *_LISTS)
 _LATER = ("weight_versions", "images", "env_seconds")
-"""Columns that files of earlier versions lack; their values are None there, as if there were none."""
+"""Columns that files of earlier versions lack; their values are read as None."""
 
 
 def rollouts_file(rows: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> bytes:
@@ -47,7 +44,7 @@ def rollouts_file(rows: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -
 
     Args:
         rows: a dict of COLUMNS per turn, its `prompt` without the first `prompt_shared` ids, its `images` (ShownImage, or None)
-            those of the rest.
+            only those in the stored part.
         about: the metadata: `run`, `failed_groups` and `records`. Secrets are hidden.
     """
     import pyarrow
@@ -96,7 +93,7 @@ def read_about(path: Path | str, content: bytes | None = None) -> dict[str, Any]
 
 
 def read_rollouts(path: Path | str, content: bytes | None = None) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Read the run's metadata and the turns in order, each a dict of COLUMNS with its whole `prompt` and all `images` in it.
+    """Read the run's metadata and the turns in order, each a dict of COLUMNS with its full `prompt` and all its `images`.
 
     Lists of numbers become numpy arrays, JSON texts are parsed, `tags` is a list, and so is `images`, of ShownImage.
 
@@ -114,14 +111,14 @@ def read_rollouts(path: Path | str, content: bytes | None = None) -> tuple[dict[
         table = read_file(path if content is None else pyarrow.BufferReader(content))
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise DataFormatError(f"{path}: cannot be read as rollouts ({error})") from error
-    lacking = [name for name in COLUMNS if name not in table.column_names]
-    if missing := [name for name in lacking if name not in _LATER]:
+    absent = [name for name in COLUMNS if name not in table.column_names]
+    if missing := [name for name in absent if name not in _LATER]:
         raise DataFormatError(f"{path}: has no column {', '.join(missing)}")
 
     def values_of(name: str) -> list[Any]:
         return arrays_of(table[name]) if name in _LISTS else table[name].to_pylist()
 
-    columns = {name: [None] * table.num_rows if name in lacking else values_of(name) for name in COLUMNS}
+    columns = {name: [None] * table.num_rows if name in absent else values_of(name) for name in COLUMNS}
     rows = [{name: columns[name][i] for name in COLUMNS} for i in range(table.num_rows)]
     before, images = np.zeros(0, dtype=np.int32), list[ShownImage]()
     for row in rows:

@@ -1,4 +1,4 @@
-"""The files of one training run: the loops write and read them here, in a folder or in any other storage.
+"""The files of one training run, in a folder or in any other storage.
 
 docs/runs.md and docs/records.md describe the files. A run on this machine: `TrainingRunStore.in_folder(log_path)`.
 """
@@ -13,7 +13,7 @@ from typing import Any, Self
 from tinker_cookbook.exceptions import DataFormatError, DataValidationError
 from tinker_cookbook.stores.checkpoint_record import CheckpointRecord, parse_checkpoints
 from tinker_cookbook.stores.columns import read_file, texts
-from tinker_cookbook.stores.images import is_whole
+from tinker_cookbook.stores.images import matches_name
 from tinker_cookbook.stores.incremental import IncrementalReader
 from tinker_cookbook.stores.rollouts import FILE_NAME, read_about, read_rollouts, rollouts_file
 from tinker_cookbook.stores.storage import FileStore, LocalStorage, Storage, in_thread, storage_join
@@ -96,7 +96,7 @@ class TrainingRunStore(FileStore):
             return read_file(pyarrow.BufferReader(content), ["bytes"])["bytes"].to_pylist()
         except (OSError, ValueError, KeyError, pyarrow.ArrowException) as error:
             raise DataFormatError(
-                f"{self._label(VOCABULARY_BASE_NAME)}: cannot be read as a vocabulary ({error}). Remove it: ids are shown then"
+                f"{self._label(VOCABULARY_BASE_NAME)}: cannot be read as a vocabulary ({error}). Remove it to see ids instead"
             ) from error
 
     def read_metrics(self) -> list[dict[str, Any]]:
@@ -188,7 +188,7 @@ class TrainingRunStore(FileStore):
     def read_logtree(self, iteration: int, base_name: str = TRAIN) -> dict[str, Any] | None:
         """A transcript as a tree; None: there is none. Raises DataFormatError if it is damaged."""
         return self._read_json(
-            storage_join(iteration_name(iteration), base_name + _LOGTREE), "it was not written whole"
+            storage_join(iteration_name(iteration), base_name + _LOGTREE), "it was not written completely"
         )
 
     def read_image(self, name: str) -> bytes | None:
@@ -196,8 +196,8 @@ class TrainingRunStore(FileStore):
         damaged.
         """
         data = self._read(name)
-        if data is not None and not is_whole(name, data):
-            raise DataFormatError(f"{self._label(name)}: its bytes are not those that it is named after; it is damaged")
+        if data is not None and not matches_name(name, data):
+            raise DataFormatError(f"{self._label(name)}: its bytes do not match the hash in its name; it is damaged")
         return data
 
     def write_config(self, config: dict[str, Any]) -> None:
@@ -225,7 +225,9 @@ class TrainingRunStore(FileStore):
             DataValidationError: a value is NaN or infinite, or the metrics have a key "step" in addition to the step.
         """
         if step is not None and "step" in metrics:
-            raise DataValidationError(f"metrics have a key 'step' ({metrics['step']!r}) besides step={step}; rename it")
+            raise DataValidationError(
+                f"metrics have a key 'step' ({metrics['step']!r}) in addition to step={step}; rename it"
+            )
         self._append(METRICS_BASE_NAME, {**({} if step is None else {"step": step}), **metrics})
 
     def write_checkpoint(self, record: dict[str, Any]) -> None:
@@ -257,7 +259,7 @@ class TrainingRunStore(FileStore):
             self._images.add(name)
 
     def write_record(self, name: str, content: Mapping[str, Any]) -> None:
-        """Write a record for reading, a JSON file in the run's folder."""
+        """Write a human-readable record, a JSON file in the run's folder."""
         self._write_json(name, content, indent=None)
 
     def write_logtree(self, iteration: int, data: dict[str, Any], base_name: str = TRAIN) -> None:
@@ -320,7 +322,7 @@ class TrainingRunStore(FileStore):
     def _append(self, name: str, row: dict[str, Any]) -> None:
         line, path = json_line(row), self._path(name)
         if path not in self._whole:
-            # Before this object's first line, because a killed writer may have left a torn one.
+            # Before this object's first append: a killed writer may have left a torn line.
             content = self._read(name) or b""
             if (whole := without_torn_tail(content)) != content:
                 self._write(name, whole)

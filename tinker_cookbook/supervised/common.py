@@ -145,7 +145,7 @@ def compute_mean_nll(logprobs_list: Values, weights_list: Values) -> float:
 def compute_bpb(logprobs_list: Values, weights_list: Values, target_tokens_list: Values, tokenizer: Tokenizer) -> float:
     """Bits per UTF-8 byte of the trained text: sum(-lp) / (ln 2 * bytes), over tokens with weight > 0.
 
-    Special tokens count neither way. Bytes are counted per run of adjacent trained tokens, so that a character whose
+    Special tokens are excluded. Bytes are counted per run of adjacent trained tokens, so that a character whose
     bytes span tokens counts once. Comparable between tokenizers, unlike NLL per token.
 
     Raises DataValidationError when lengths differ or no byte is left.

@@ -4,7 +4,7 @@ A row is `{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant",
 `prompt` and `completion` (text, or lists of messages), or `question` and `answer` (text). In a CSV file `messages` is JSON.
 
 The content of a message may be a list of parts: `{"type": "text", "text": "..."}`, `{"type": "thinking", "thinking": "..."}` and
-`{"type": "image", "image": "..."}` with a path, which begins at the file that names it, or a data URI. Datasets of the hub may
+`{"type": "image", "image": "..."}` with a path, relative to the data file, or a data URI. Datasets of the hub may
 hold the picture itself.
 """
 

@@ -39,11 +39,11 @@ Row = TypeVar("Row")
 
 WhenExhausted = Literal["raise", "restart"]
 
-LOOKED_AT = 1000
-"""Conversations of a large dataset or a stream that are looked at for what is not trained as it stands there."""
+CHECKED_CONVERSATIONS = 1000
+"""How many conversations of a large dataset are checked for content that the renderer changes."""
 
 _MERGED_HISTORY = (TrainOnWhat.LAST_ASSISTANT_TURN, TrainOnWhat.ALL_ASSISTANT_MESSAGES)
-"""What may select several replies, of which a renderer without the extension property rewrites all but the last."""
+"""Selections of several replies; a renderer without the extension property rewrites all but the last."""
 
 
 def conversation_to_datum(
@@ -215,8 +215,8 @@ class StreamingSupervisedDatasetFromHFDataset(RowDataset):
     def get_row(self, position: int) -> list[tinker.Datum]:
         if position < self._position:
             raise DataError(
-                f"row {position} of a stream that has been read up to row {self._position}: it goes forward only; ask for "
-                "batches in rising order, or call set_epoch to start again"
+                f"row {position} of a stream that has been read up to row {self._position}: it goes forward only; request "
+                "batches in increasing order, or call set_epoch to start again"
             )
         if not position < self.num_rows:
             raise IndexError(f"row {position} of a stream with {self.num_rows} rows per epoch")
@@ -230,7 +230,7 @@ class StreamingSupervisedDatasetFromHFDataset(RowDataset):
         if row is None and self._position:
             if self._when_exhausted == "raise":
                 raise DataValidationError(
-                    f"the stream ended after {self._position} rows, and length={self.num_rows}: set length to what it has, or "
+                    f"the stream ended after {self._position} rows, and length={self.num_rows}: set length to its size, or "
                     "when_exhausted='restart' to fill the epoch with rows from its beginning"
                 )
             self._rounds += 1
@@ -265,7 +265,7 @@ class FromConversationFileBuilder(HoldOut, ChatDatasetBuilder):
         bad = BadRows(self.common_config.on_bad_row)
         rows = read_conversations(self.file_path, bad)
         train, test = hold_out(rows, self.test_size, self.shuffle_seed, self.file_path)
-        warn_of_what_is_changed([row.messages for row in rows], self)
+        warn_about_changes([row.messages for row in rows], self)
         convert = conversation_mapper(self)
         training, held_out = train_and_test(train, test, self.common_config, lambda row: convert(row.messages), bad)
         training.shared_system_prompt = shared_system_prompt(row.messages for row in train)
@@ -279,7 +279,7 @@ class HFDatasetSource(TrainSplit):
     path: str = chz.field(doc="Dataset id on the hub (owner/name), or a folder with its files.")
     name: str | None = chz.field(default=None, doc="Configuration of the dataset, where it has several.")
     weight: float | None = chz.field(
-        default=None, doc="Share of the rows; 0: left out. None, then for all: by the number of rows."
+        default=None, doc="Share of the rows; 0: excluded; None (for all sources): proportional to their sizes."
     )
     message_field: str = chz.field(default=MESSAGES, doc="Column with the list of messages.")
 
@@ -306,7 +306,7 @@ class InterleavedChatDatasetBuilder(HoldOut, ChatDatasetBuilder):
 
     sources: list[HFDatasetSource] = chz.field(doc="The datasets.")
     stopping_strategy: Literal["first_exhausted", "all_exhausted", "all_exhausted_without_replacement"] = chz.field(
-        default="all_exhausted", doc="When an epoch ends, and whether sources that end before are begun again."
+        default="all_exhausted", doc="When an epoch ends, and whether shorter sources repeat until then."
     )
 
     @chz.validate
@@ -339,8 +339,8 @@ class InterleavedChatDatasetBuilder(HoldOut, ChatDatasetBuilder):
         mixed = datasets.interleave_datasets(
             rows, probabilities=shares, seed=self.shuffle_seed, stopping_strategy=self.stopping_strategy
         )
-        looked_at = (mixed[i] for i in range(min(LOOKED_AT, len(mixed))))
-        warn_of_what_is_changed(readable_conversations(looked_at, self.common_config), self)
+        sample = (mixed[i] for i in range(min(CHECKED_CONVERSATIONS, len(mixed))))
+        warn_about_changes(readable_conversations(sample, self.common_config), self)
         return conversation_table(mixed, self), None if test is None else conversation_table(test, self)
 
     def _hold_out(
@@ -370,7 +370,7 @@ class InterleavedChatDatasetBuilder(HoldOut, ChatDatasetBuilder):
 def conversation_table(
     rows: datasets.Dataset, builder: ChatDatasetBuilder, column: str = MESSAGES
 ) -> SupervisedDatasetFromHFDataset:
-    """The conversations in a column of a table, converted as a builder's config says."""
+    """The conversations in a column of a table, converted according to a builder's config."""
     convert, config = conversation_mapper(builder), builder.common_config
     bad = BadRows(config.on_bad_row)
     return SupervisedDatasetFromHFDataset(
@@ -381,20 +381,20 @@ def conversation_table(
 def readable_conversations(
     rows: Iterable[Mapping[str, Any]], config: ChatDatasetBuilderCommonConfig, column: str = MESSAGES
 ) -> Iterator[list[Message]]:
-    """The conversations of rows, without unusable ones."""
+    """The conversations of rows; unusable rows are skipped or raise, as the config says."""
     for number, row in enumerate(rows):
         with suppress(DataFormatError) if config.on_bad_row == "skip" else located(f"row {number}"):
             yield conversation(row, column)
 
 
-def warn_of_what_is_changed(looked_at: Iterable[list[Message]], builder: ChatDatasetBuilder) -> None:
+def warn_about_changes(sample: Iterable[list[Message]], builder: ChatDatasetBuilder) -> None:
     """Warn about data that the renderer changes before training."""
-    conversations = list(looked_at)
+    conversations = list(sample)
     replies = [message for messages in conversations for message in messages if message["role"] == "assistant"]
     stripped = sum(builder.renderer.without_reasoning(message) != message for message in replies)
     if stripped:
         logger.warning(
-            "reasoning stripped from %d messages of %d: %s trains none; a renderer of a model that thinks does",
+            "reasoning stripped from %d messages of %d: %s trains none; use the renderer of a reasoning model to train it",
             stripped,
             len(replies),
             type(builder.renderer).__name__,

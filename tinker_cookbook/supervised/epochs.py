@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import chz
 
-from tinker_cookbook.data.rows import BadRows, count_bad_rows, tell_bad_rows
+from tinker_cookbook.data.rows import BadRows, count_bad_rows, log_bad_rows
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.field_groups import Epochs
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 BATCHES_KEY, SCHEDULE_KEY = "batches_per_epoch", "schedule_steps"
 CHECKED_BATCHES = 100
-"""Training batches rendered before a model is loaded; those beyond are checked when their turn comes."""
+"""Training batches rendered and checked before a model is loaded; later ones are checked when they are used."""
 
 
 @chz.chz(typecheck=True)
@@ -52,16 +52,16 @@ class EpochConfig(SupervisedData, EpochOptions, RunConfig, learning_rate=0.0001)
     """A run over epochs of a dataset."""
 
 
-class Drawn(NamedTuple):
-    """A batch with the number of rows left out of it."""
+class EpochBatch(NamedTuple):
+    """A batch."""
 
     data: list[tinker.Datum]
     num_bad_rows: int
-    """rows of it that were left out"""
+    """rows that were skipped"""
 
 
 class EpochData:
-    """The data of a run, with all checks that need no model. What the checks read is cached.
+    """The data of a run, with all checks that need no model. Batches read by the checks are cached.
 
     Training batches come in increasing order; the order of each epoch depends only on the run's seed and the epoch.
 
@@ -71,7 +71,7 @@ class EpochData:
     Attributes:
         test: all test batches.
         steps: number of steps of the whole run: all epochs, capped at max_steps.
-        leaves_out: whether unusable rows are skipped, and counted in `Drawn`.
+        skips_bad_rows: whether unusable rows are skipped, and counted in `EpochBatch`.
         bad_at_start: rows skipped while reading the data, and those of the test data.
 
     Raises:
@@ -81,7 +81,7 @@ class EpochData:
     def __init__(self, config: EpochConfig, check: Callable[[list[tinker.Datum], str], None]) -> None:
         self._seed, self._check, self._epoch = config.seed, check, 0
         self._dataset, test = config.dataset_builder()
-        self.leaves_out = bool(self._dataset.bad_rows)
+        self.skips_bad_rows = bool(self._dataset.bad_rows)
         self.batches_per_epoch = len(self._dataset)
         self.steps = limited_steps(config, self.batches_per_epoch * config.num_epochs)
         self._order(0)
@@ -102,7 +102,7 @@ class EpochData:
         """Rows skipped in the training data so far."""
         return self._dataset.bad_rows
 
-    def get_batch(self, step: int) -> Drawn:
+    def get_batch(self, step: int) -> EpochBatch:
         """The batch of a step, checked."""
         epoch, index = divmod(step, self.batches_per_epoch)
         if epoch == 0 and index in self._kept:
@@ -115,13 +115,13 @@ class EpochData:
         self._epoch = epoch
         self._dataset.set_epoch(derive_seed(self._seed, "epoch", epoch))
 
-    def _read(self, dataset: SupervisedDataset, index: int, name: str) -> Drawn:
+    def _read(self, dataset: SupervisedDataset, index: int, name: str) -> EpochBatch:
         before = count_bad_rows(dataset.bad_rows)
         data = dataset.get_batch(index)
         num_bad = count_bad_rows(dataset.bad_rows) - before
         if data or not num_bad:
             self._check(data, f"{name} {index}")
-        return Drawn(data, num_bad)
+        return EpochBatch(data, num_bad)
 
 
 async def run_epochs(
@@ -152,7 +152,7 @@ def _check_resumed(config: EpochConfig, data: EpochData) -> None:
         )
     if (steps := record.get(SCHEDULE_KEY, data.steps)) != data.steps and config.lr_schedule != "constant":
         logger.warning(
-            "the run began with a %s schedule over %d steps and goes on with one over %d: the steps that are done keep their "
+            "the run began with a %s schedule over %d steps and continues with one over %d: the finished steps keep their "
             "learning rates, so the result is not that of a run of %d steps from the start",
             config.lr_schedule,
             steps,
@@ -175,7 +175,7 @@ class EpochLoop(StepLoop):
         adam = {"beta1": config.adam_beta1, "beta2": config.adam_beta2, "eps": config.adam_eps}
         super().__init__(session, config.evaluation_rounds(*evaluators), data.steps, submit_ahead, adam=adam)
         self._data = data
-        tell_bad_rows(data.bad_rows)
+        log_bad_rows(data.bad_rows)
         session.checkpoints.loop_state |= {BATCHES_KEY: data.batches_per_epoch, SCHEDULE_KEY: data.steps}
 
     def draw(self, step: int, metrics: Metrics) -> list[tinker.Datum]:
@@ -188,7 +188,7 @@ class EpochLoop(StepLoop):
         }
         with timed("get_batch", metrics):
             data, num_bad = self._data.get_batch(step)
-        if self._data.leaves_out:
+        if self._data.skips_bad_rows:
             metrics |= {"data/bad_rows": num_bad, "data/bad_rows_at_start": self._data.bad_at_start}
         return data
 

@@ -16,13 +16,13 @@ from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message
 from tinker_cookbook.supervised.conversations import MESSAGES, conversation, shared_system_prompt
 from tinker_cookbook.supervised.data import (
-    LOOKED_AT,
+    CHECKED_CONVERSATIONS,
     FromConversationFileBuilder,
     StreamingSupervisedDatasetFromHFDataset,
     conversation_mapper,
     conversation_table,
     readable_conversations,
-    warn_of_what_is_changed,
+    warn_about_changes,
 )
 from tinker_cookbook.supervised.types import ChatDatasetBuilder, ChatDatasetBuilderCommonConfig, SupervisedDataset
 from tinker_cookbook.utils.fields import fill
@@ -77,7 +77,7 @@ class FromHFConversationsBuilder(hub.DatasetKey, HubOptions, HoldOut, ChatDatase
             training, testing = hold_out(range(len(rows)), held_out, self.shuffle_seed, source)
             if held_out:
                 rows, test = rows.select(training), rows.select(testing)
-            warn_of_what_is_changed(self._readable(rows.select(range(min(LOOKED_AT, len(rows))))), self)
+            warn_about_changes(self._readable(rows.select(range(min(CHECKED_CONVERSATIONS, len(rows))))), self)
             train = conversation_table(rows, self, self.messages_column)
             train.shared_system_prompt = shared_system_prompt(self._readable(rows))
         return train, None if test is None else conversation_table(test, self, self.messages_column)
@@ -141,7 +141,7 @@ def chat_dataset_builder(
     Raises:
         ConfigurationError: the name is none of these, or there are options for a file.
     """
-    if not is_of_hub(dataset):
+    if not is_hub_dataset(dataset):
         if options is not None:
             raise ConfigurationError(
                 f"{dataset} is a file, which is read whole: leave out the options for datasets of the hub"
@@ -168,7 +168,7 @@ def chat_dataset_builder(
     )
 
 
-def is_of_hub(dataset: str) -> bool:
+def is_hub_dataset(dataset: str) -> bool:
     """Whether a dataset's name refers to the hub (or to a folder in that form), not to a file or a shipped dataset."""
     return not (dataset in SHIPPED or is_data_file(dataset))
 

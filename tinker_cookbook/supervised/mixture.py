@@ -23,7 +23,7 @@ from tinker_cookbook.utils.misc_utils import shared_value
 from tinker_cookbook.utils.seeds import derive_seed
 
 SourcedDatum: TypeAlias = tuple[int, "tinker.Datum"]
-"""The number of the dataset that a datum comes from, and the datum."""
+"""The index of a datum's dataset, and the datum."""
 
 
 def _as_rows(sources: Sequence[SupervisedDataset]) -> list[RowDataset]:
@@ -31,7 +31,7 @@ def _as_rows(sources: Sequence[SupervisedDataset]) -> list[RowDataset]:
     for i, source in enumerate(sources):
         if not isinstance(source, RowDataset):
             raise ConfigurationError(
-                f"dataset {i} is a {type(source).__name__}, which gives batches only, and mixing takes single rows; make it a "
+                f"dataset {i} is a {type(source).__name__}, which has only batches; mixing needs single rows: make it a "
                 "RowDataset"
             )
     return cast(list[RowDataset], list(sources))
@@ -127,16 +127,16 @@ class ConcatenatedSupervisedDataset(SupervisedDataset):
 
     def __init__(self, parts: Sequence[SupervisedDataset]) -> None:
         self._parts = parts
-        self._places = [(part, index) for part in parts for index in range(len(part))]
+        self._batches = [(part, index) for part in parts for index in range(len(part))]
 
     def get_batch(self, index: int) -> list[tinker.Datum]:
         if not 0 <= index < len(self):
             raise IndexError(f"batch {index} of a dataset with {len(self)} batches")
-        part, place = self._places[index]
-        return part.get_batch(place)
+        part, index_in_part = self._batches[index]
+        return part.get_batch(index_in_part)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._batches)
 
     def set_epoch(self, seed: int = 0) -> None:
         for number, part in enumerate(self._parts):
@@ -149,7 +149,7 @@ class InterleavedDatasetBuilder(BatchSize, SupervisedDatasetBuilder, batch_size=
 
     sources: list[SupervisedDatasetBuilder] = chz.field(doc="The datasets to mix.")
     weights: list[float] | None = chz.field(
-        default=None, doc="Share of the rows that each gives, on any scale; None: every row once per epoch."
+        default=None, doc="Each dataset's share of the rows, on any scale; None: every row once per epoch."
     )
 
     @chz.validate

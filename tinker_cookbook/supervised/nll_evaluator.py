@@ -19,7 +19,7 @@ from tinker_cookbook.utils.deprecation import warn_deprecated
 from tinker_cookbook.utils.lazy import tinker
 
 
-class _OfDatums:
+class _DatumEvaluator:
     """The datums to score. They have target_tokens and weights, like those of the datasets.
 
     Args:
@@ -40,7 +40,7 @@ class _OfDatums:
         return nll_metrics(self.data, logprobs, self.tokenizer, f"{self.name}/")
 
 
-class SamplerNLLEvaluator(_OfDatums, SamplingClientEvaluator):
+class SamplerNLLEvaluator(_DatumEvaluator, SamplingClientEvaluator):
     """Held-out loss of a snapshot, from its prompt logprobs. Needs no training client."""
 
     async def __call__(self, sampling_client: SamplingClient) -> dict[str, float]:
@@ -48,7 +48,7 @@ class SamplerNLLEvaluator(_OfDatums, SamplingClientEvaluator):
         return self._metrics([tinker.TensorData.from_numpy(logprobs) for logprobs in logprobs_D])
 
 
-class NLLEvaluator(_OfDatums, TrainingClientEvaluator):
+class NLLEvaluator(_DatumEvaluator, TrainingClientEvaluator):
     """Held-out loss from a forward pass of the training client. Deprecated: use SamplerNLLEvaluator with a snapshot."""
 
     async def __call__(self, training_client: TrainingClient) -> dict[str, float]:

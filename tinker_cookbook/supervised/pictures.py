@@ -1,4 +1,4 @@
-"""Pictures with class labels: drawn, of a file, or of the hub; as conversations to train on, and as an evaluation of accuracy."""
+"""Labelled pictures (generated, from a file or from the hub) as conversations to train on and as an accuracy evaluation."""
 
 import random
 from collections import defaultdict
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 SHAPES = "shapes"
 QUESTION = "What is the name of the subject in this photo?"
 ANSWER = "The subject in this photo is:"
-"""The reply begins with it, in training and when it is asked."""
+"""Start of the reply, in training and in evaluations."""
 
 
 class LabelledPicture(NamedTuple):
-    """A picture and its class. `place`, for error messages, is where it comes from."""
+    """A picture, its class, and its location, for error messages."""
 
     place: str
     picture: "Callable[[], Image]"
@@ -62,7 +62,7 @@ KNOWN = {
 
 
 def class_name(label: str) -> str:
-    """A class as a model says it: lower case, words divided by spaces."""
+    """A class name as the model writes it: lower case, words separated by spaces."""
     return label.replace("_", " ").replace(".", " ").replace("-", " ").lower().strip()
 
 
@@ -81,7 +81,7 @@ def conversation_about(example: LabelledPicture, max_size: int) -> list[Message]
 
 
 def pictures_of_file(path: str) -> list[LabelledPicture]:
-    """Rows of a .jsonl, .csv or .parquet file with `image`, a path beside the file or a data URI, and `label`.
+    """Rows of a .jsonl, .csv or .parquet file with `image`, a path relative to the file or a data URI, and `label`.
 
     Raises ConfigurationError when there is no such file, and DataFormatError for the first malformed row.
     """
@@ -111,16 +111,16 @@ def pictures_of_hub(name: str, split: str) -> list[LabelledPicture]:
     labels = [str(label) if names is None else names[label] for label in rows[known.label_column]]
 
     def picture(index: int) -> "Image":
-        found = rows[index][known.picture_column]
-        if not hasattr(found, "convert"):
-            raise DataFormatError(f"{name}[{split}][{index}] holds {type(found).__name__}, no picture")
-        return found
+        value = rows[index][known.picture_column]
+        if not hasattr(value, "convert"):
+            raise DataFormatError(f"{name}[{split}][{index}] holds {type(value).__name__}, no picture")
+        return value
 
     return [LabelledPicture(f"{name}[{split}][{i}]", partial(picture, i), label) for i, label in enumerate(labels)]
 
 
 def drawn_pictures(count: int, seed: int) -> list[LabelledPicture]:
-    """Pictures of one shape each, whose class is its colour and name: eighteen classes."""
+    """Generated pictures of one shape each; the class is its colour and name (eighteen classes)."""
     scenes = [Scene.drawn(random.Random(derive_seed(seed, i)), 1) for i in range(count)]
     return [LabelledPicture(f"{SHAPES}[{i}]", scene.picture, scene.things[0].name) for i, scene in enumerate(scenes)]
 
@@ -149,13 +149,13 @@ class ClassifierKeys(hub.DatasetKey, hub.TrainSplit, ExampleSizes, FieldGroup, m
 
     test_split: str = chz.field(default="test", doc="split of a hub dataset to test on")
     test_size: int = chz.field(
-        default=128, doc="pictures to test on, held out of a file or drawn", validator=chz.validators.gt(0)
+        default=128, doc="pictures to test on, held out from a file or generated", validator=chz.validators.gt(0)
     )
     drawn_size: int = chz.field(default=1024, doc=f"pictures of dataset={SHAPES}", validator=chz.validators.gt(0))
     examples_per_class: int | None = chz.field(
-        default=None, doc="train on so many pictures of each class; None: on all", validator=positive_or_none
+        default=None, doc="pictures of each class to train on; None: all", validator=positive_or_none
     )
-    subset_seed: int = chz.field(default=0, doc="seed of which pictures these are, and of what is drawn or held out")
+    subset_seed: int = chz.field(default=0, doc="seed for choosing these, and for generated and held-out pictures")
     max_image_size: int = chz.field(
         default=480,
         doc="pixels of a picture's longer side; larger ones are scaled down",
@@ -165,7 +165,7 @@ class ClassifierKeys(hub.DatasetKey, hub.TrainSplit, ExampleSizes, FieldGroup, m
 
 @chz.chz(typecheck=True)
 class ClassifierDatasetBuilder(ClassifierKeys, RendererConfig, SupervisedDatasetBuilder):
-    """Conversations about pictures: a question and the name of the class, which alone trains."""
+    """Conversations about pictures: a question and the name of the class, which is trained."""
 
     def read(self) -> tuple[list[LabelledPicture], list[LabelledPicture]]:
         """Training and test pictures. Raises ConfigurationError and DataFormatError for data that cannot be used."""
@@ -187,7 +187,7 @@ class ClassifierDatasetBuilder(ClassifierKeys, RendererConfig, SupervisedDataset
         renderer = get_renderer_of_model(self.renderer_name, self.model_name_for_tokenizer)
         if not renderer.reads_images:
             raise ConfigurationError(
-                f"renderer_name={self.renderer_name!r} reads text only; name that of a model that sees, qwen3_vl_instruct "
+                f"renderer_name={self.renderer_name!r} reads text only; use that of a vision-language model, qwen3_vl_instruct "
                 "for example"
             )
         return renderer
@@ -205,7 +205,7 @@ class ClassifierDatasetBuilder(ClassifierKeys, RendererConfig, SupervisedDataset
 
 @dataclass(frozen=True, eq=False)
 class ClassifierEvaluator(SamplingClientEvaluator):
-    """The share of pictures whose class a model names, greedily unless told otherwise; `test/accuracy`."""
+    """`test/accuracy`: the fraction of pictures whose class the model names; greedy by default."""
 
     examples: Sequence[LabelledPicture]
     renderer: Renderer

@@ -60,7 +60,7 @@ class Config(SupervisedOptions, EpochConfig):
 
 
 def check_config(config: Config) -> EpochData:
-    """Check everything that needs no model; returns the data that were read for that."""
+    """Check everything that needs no model; returns the data that were read to check them."""
     return _checked.check(config)
 
 
@@ -82,7 +82,7 @@ def _check_lengths(context: int | None, data: list[tinker.Datum], where: str) ->
 
 @dataclass
 class SubmittedBatch:
-    """A submitted batch, for custom loops: what to await, and the metrics of its row."""
+    """A submitted batch, for custom loops: the futures to await, and the metrics of its row."""
 
     fwd_bwd_future: Awaitable[tinker.ForwardBackwardOutput]
     optim_step_future: Awaitable[tinker.OptimStepResponse]
@@ -92,7 +92,7 @@ class SubmittedBatch:
     epoch_idx: int
     batch_idx: int
     eval_metrics: dict[str, float] | None = None
-    """of evaluations before this step; None: there was none"""
+    """from evaluations before this step; None: there were none"""
     infrequent_eval_metrics: dict[str, float] | None = None
     num_tokens: int = 0
     """positions that the model reads"""

@@ -80,7 +80,7 @@ class RowDataset(SupervisedDataset):
     def convert(self, place: str, to_datums: Callable[[Row], list[tinker.Datum]], row: Row) -> list[tinker.Datum]:
         """The datums of the row at `place`; empty if it cannot be used and such rows are skipped."""
         datums: list[tinker.Datum] = []
-        with self._bad.left_out(place):
+        with self._bad.handle_errors(place):
             datums = to_datums(row)
         return datums
 
@@ -150,7 +150,7 @@ class ExampleSizes(BatchSize, FieldGroup):
     """How many examples, and how long."""
 
     max_length: int | None = chz.field(
-        default=512, doc="longest example in tokens; what is beyond is cut off; None: no limit"
+        default=512, doc="longest example in tokens; longer ones are truncated; None: no limit"
     )
 
     @chz.validate

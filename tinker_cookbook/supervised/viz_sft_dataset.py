@@ -17,14 +17,14 @@ from tinker_cookbook.utils.misc_utils import lookup_func
 
 EXAMPLES = 100
 DATASETS = "tinker_cookbook.recipes.chat_sl.chat_datasets"
-"""Where a builder without a module is looked for."""
+"""Module of a builder that is given by its name alone."""
 
 
 @chz.chz
 class Config(
     ModelKey, RendererKey, ConversationKeys, model_name="meta-llama/Llama-3.1-8B", max_length=None, batch_size=EXAMPLES
 ):
-    """What to show."""
+    """The dataset to show, and how it is rendered."""
 
     DOCS = docs(
         model_name="model whose tokenizer is used",
@@ -38,7 +38,7 @@ class Config(
 
 
 def run(cfg: Config) -> None:
-    """Show the first examples, one after each press of Enter; Ctrl-D ends it.
+    """Show the first examples, one per press of Enter; Ctrl-D quits.
 
     Raises:
         ConfigurationError: `dataset_path` does not name a builder of a conversation dataset.
@@ -55,7 +55,7 @@ def run(cfg: Config) -> None:
         raise ConfigurationError(f"dataset_path={cfg.dataset_path!r}: {error}; give package.module:Builder") from error
     if not isinstance(builder, SupervisedDatasetBuilder):
         raise ConfigurationError(
-            f"dataset_path={cfg.dataset_path!r}: makes {type(builder).__name__}, no dataset builder"
+            f"dataset_path={cfg.dataset_path!r}: makes a {type(builder).__name__}, not a dataset builder"
         )
     tokenizer = get_tokenizer(cfg.model_name)
     dataset, _ = builder()

@@ -29,7 +29,7 @@ from tinker_cookbook.utils import run_logs
 from tinker_cookbook.utils.files import flatten, read_json_object, to_jsonable, write_json
 from tinker_cookbook.utils.interrupts import Ending, ends_between_steps
 from tinker_cookbook.utils.narrowing import is_exception_group
-from tinker_cookbook.utils.processes import end_with, how_it_ended
+from tinker_cookbook.utils.processes import describe_exit, end_with
 from tinker_cookbook.utils.secrets import redact
 
 STATUS_BASE_NAME = "sweep_run.json"
@@ -237,7 +237,7 @@ def _error_text(code: int, console: Path, begin: int) -> str:
         lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
     lines = list(takewhile(lambda line: not line.startswith(RESUME_HINT), lines))
     first = next((i for i, line in enumerate(lines) if line.startswith("error: ")), max(0, len(lines) - ERROR_LINES))
-    return f"{how_it_ended(code)}: " + " / ".join(lines[first : first + ERROR_LINES]).removeprefix("error: ")
+    return f"{describe_exit(code)}: " + " / ".join(lines[first : first + ERROR_LINES]).removeprefix("error: ")
 
 
 def _check_processes(recipe: Recipe, runs: Sequence[PlannedRun], processes: int, concurrent: int) -> None:

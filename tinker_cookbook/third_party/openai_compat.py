@@ -65,24 +65,24 @@ def _check_reasons(role: str, what: str) -> None:
 def _part_from_openai(part: Mapping[str, Any]) -> ContentPart:
     converted: Any = dict(part)
     if part.get("type") == "image_url":
-        place = part["image_url"]
-        converted = {"type": "image", "image": place if isinstance(place, str) else place["url"]}
+        source = part["image_url"]
+        converted = {"type": "image", "image": source if isinstance(source, str) else source["url"]}
     elif part.get("type") == "input_audio":
-        sound = part["input_audio"]
+        audio = part["input_audio"]
         try:
-            data = base64.b64decode(sound["data"], validate=True)
+            data = base64.b64decode(audio["data"], validate=True)
         except ValueError as error:
             raise DataFormatError(f"input_audio: data is not base64 ({error})") from error
-        known = {key: sound[key] for key in ("num_frames", "sample_rate") if key in sound}
-        converted = {"type": "audio", "audio": data, "format": sound["format"].lower(), **known}
+        known = {key: audio[key] for key in ("num_frames", "sample_rate") if key in audio}
+        converted = {"type": "audio", "audio": data, "format": audio["format"].lower(), **known}
     return cast(ContentPart, converted)
 
 
 def tinker_messages_to_openai(messages: Sequence[Message]) -> OpenAIChatInput:
-    """The `messages` of a request and, where messages of the role `tool_declare` are among them, its `tools`.
+    """The `messages` of a request and, if there are messages of the role `tool_declare`, its `tools`.
 
     The thinking parts of a message are joined with line breaks into one `reasoning_content`. `trainable` and
-    `unparsed_tool_calls` do not exist there and are dropped.
+    `unparsed_tool_calls` do not exist in OpenAI's format and are dropped.
 
     Raises:
         DataFormatError: thinking of a role other than the assistant's; a part of an unknown type; a declaration that
@@ -104,7 +104,7 @@ def _declared(message: Message) -> list[dict[str, Any]]:
         tools = None
     if not is_list(tools) or not all(is_object(t) and is_object(t.get("function")) for t in tools):
         raise DataFormatError(
-            f"a message of role {TOOL_DECLARE} must hold a JSON list of OpenAI tools (tool_specs_to_openai_tools makes one)"
+            f"a message of role {TOOL_DECLARE} must be a JSON list of OpenAI tools (tool_specs_to_openai_tools makes one)"
         )
     for tool in tools:
         if not isinstance(tool["function"].get("name"), str):
@@ -131,7 +131,7 @@ def _to_openai(message: Message) -> dict[str, Any]:
 
 
 def _call_to_openai(call: object) -> object:
-    """What is no ToolCall is taken to have the form already."""
+    """Anything but a ToolCall is assumed to be in OpenAI's form already."""
     return call.model_dump(mode="json", exclude_none=True) if isinstance(call, ToolCall) else call
 
 

@@ -31,10 +31,10 @@ RewardResult: TypeAlias = tuple[float, Metrics]
 """A reward and its metrics."""
 
 RewardFn: TypeAlias = Callable[[list[Message]], Awaitable[RewardResult] | RewardResult]
-"""Reward and metrics of a whole conversation, which ends with the policy's answer or with the last tool result."""
+"""Reward and metrics of a whole conversation, which ends with the policy's answer or the last tool result."""
 
 DEFAULT_MAX_TURNS = 5
-"""Replies of the policy in an env of `build_agent_tool_env` without another limit."""
+"""Default limit of the policy's replies in `build_agent_tool_env`."""
 
 
 def tool_conversation(renderer: Renderer, tools: ToolRegistry, system_prompt: str, question: Content) -> list[Message]:
@@ -51,14 +51,14 @@ def tool_conversation(renderer: Renderer, tools: ToolRegistry, system_prompt: st
 class AgentToolMessageEnv(MessageEnv):
     """Runs the tool calls of each reply and shows their results; a reply without calls is the answer, and is graded.
 
-    A tool may end the episode (`ToolResult.should_stop`), and so do `max_turns` and `max_tool_calls`; it is then
-    graded as it is. The last transition reports the episode's `tool_calls`; among these `tool_errors` (calls that no
+    A tool (`ToolResult.should_stop`), `max_turns` and `max_tool_calls` can also end the episode; it is then
+    graded as it stands. The last transition reports the episode's `tool_calls`; among these `tool_errors` (calls that no
     tool could answer); among these `unparsed_tool_calls` and `tool_exceptions` (calls that cannot be parsed,
     exceptions inside a tool); and `used_tools`, 0 or 1. The reason for the end is also a metric, `max_turns`,
     `max_tool_calls` or `tool_stopped`, with value 1.
 
     A reply whose calls all fail to parse is a parse error, and is not graded: a `parse_error_policy` answers it;
-    without one, it gets `failed_parse_reward`; if `tool_errors` is set, that decides instead. If a reply also has a
+    without one, it gets `failed_parse_reward`; `tool_errors` overrides both. If a reply also has a
     valid call, that one runs and the others are answered with their errors, without a penalty.
 
     Args:
@@ -95,7 +95,7 @@ class AgentToolMessageEnv(MessageEnv):
                 raise ConfigurationError(f"{name}={value}: must be at least 1, or None for no limit")
         if self.tool_execution not in get_args(ToolExecution):
             raise NotImplementedError(
-                f"tool_execution={self.tool_execution!r}: a tool does not say whether others may run beside it; choose "
+                f"tool_execution={self.tool_execution!r}: a tool does not say whether others may run concurrently; choose "
                 f"one of {', '.join(get_args(ToolExecution))}"
             )
         self._registry = self.tools if isinstance(self.tools, ToolRegistry) else ToolRegistry(self.tools)
@@ -103,7 +103,7 @@ class AgentToolMessageEnv(MessageEnv):
         self._turns, self._errors_in_a_row, self._counts = 0, 0, Counter[str]()
 
     def set_max_tool_calls(self, max_tool_calls: int) -> None:
-        """For `run_rollout`, like the next ones. The lower of two limits applies."""
+        """Called by `run_rollout`, as are the setters below. The lower of two limits applies."""
         given = self.max_tool_calls
         self.max_tool_calls = max_tool_calls if given is None else min(given, max_tool_calls)
 
@@ -272,7 +272,7 @@ def build_agent_tool_env(
             unless set by another argument (the lower of two limits on tool calls applies). Its limits are offered to
             `run_rollout`. Settings of the rollout take precedence.
         model_name: selects the default without a rollout_config (`default_rollout_config_for_model`).
-        max_turns: replies of the policy, after which the episode is graded as it is; None: that of the config, else 5.
+        max_turns: replies of the policy, after which the episode is graded as it stands; None: the config's limit, else 5.
         terminate_on_length: a truncated reply ends the episode. None: yes, unless the config limits the tokens of a
             turn or of the rollout, so that it ends in time.
         failed_parse_reward, terminate_on_parse_error, max_trajectory_tokens, max_generation_tokens, context_overflow_reward,

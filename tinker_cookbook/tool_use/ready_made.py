@@ -25,11 +25,11 @@ def calculate(expression: Annotated[str, "numbers, + - * / // % ** and parenthes
 
 
 class ArticleSearch:
-    """Articles in memory and an index of their words (BM25). `tool()` is what a policy calls.
+    """Articles in memory with a word index (BM25). `tool()` makes the tool for a policy.
 
     Args:
         articles: the texts.
-        max_characters: of an article shown as a result; the rest is cut off and marked with dots. None: no limit.
+        max_characters: maximum length of a shown article; longer ones are truncated and end in dots. None: no limit.
 
     Raises:
         ConfigurationError: no articles, or the package bm25s is not installed.

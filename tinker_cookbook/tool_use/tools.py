@@ -56,7 +56,7 @@ def simple_tool_result(
 def error_tool_result(
     error_msg: str, *, call_id: str = "", name: str = "", error_type: str = "execution_error", should_stop: bool = False
 ) -> ToolResult:
-    """A result that tells the model what is wrong with its call. `error_type` goes to the metadata."""
+    """A result that tells the model what is wrong with its call. `error_type` is added to the metadata."""
     content = ERROR_PREFIX + error_msg
     result = simple_tool_result(
         content, call_id=call_id, name=name, should_stop=should_stop, metadata={"error": error_type}
@@ -225,15 +225,15 @@ def _parse_arguments(name: str, arguments: str) -> dict[str, Any]:
 
 def _parameters_model(function: Callable[..., Any], name: str) -> type[BaseModel]:
     if not inspect.getdoc(function):
-        raise ConfigurationError(f"tool {name!r} has no docstring; the model is told there what the tool does")
+        raise ConfigurationError(f"tool {name!r} has no docstring; it tells the model what the tool does")
     hints = get_type_hints(function, include_extras=True)
     fields: dict[str, Any] = {}
-    for place, parameter in enumerate(inspect.signature(function).parameters.values()):
-        if place == 0 and parameter.name == "self":
+    for position, parameter in enumerate(inspect.signature(function).parameters.values()):
+        if position == 0 and parameter.name == "self":
             continue
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
             raise ConfigurationError(
-                f"tool {name!r}: parameter {parameter.name} must be one that is given by name, not {parameter.kind.description}"
+                f"tool {name!r}: parameter {parameter.name} must be a keyword parameter, not {parameter.kind.description}"
             )
         if parameter.name not in hints:
             raise ConfigurationError(f"tool {name!r}: parameter {parameter.name} has no type annotation")

@@ -25,15 +25,15 @@ class ToolResult:
     """The result of a call."""
 
     messages: list[Message]
-    """what the model sees of it"""
+    """the messages that the model sees"""
     should_stop: bool = False
     """end the episode here"""
     metrics: dict[str, float] = field(default_factory=dict[str, float])
-    """of the turn"""
+    """metrics of the turn"""
     metadata: dict[str, Any] = field(default_factory=dict[str, Any])
     """for programs; the model does not see it"""
     error: Exception | None = None
-    """why the call could not be answered: a ToolError for what the model did wrong; another one was raised inside the tool"""
+    """why the call failed: a ToolError for a mistake of the model, another exception if raised inside the tool"""
 
 
 @runtime_checkable

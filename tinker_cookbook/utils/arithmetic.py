@@ -40,7 +40,7 @@ def evaluate(expression: str) -> Fraction:
     """The exact value. // and % round towards minus infinity, as in Python.
 
     Raises:
-        ExpressionError: not an expression of numbers, or one whose value (or a value on the way) is too large.
+        ExpressionError: not an expression of numbers, or its value or an intermediate one is too large.
     """
     if len(expression) > MAX_LENGTH:
         raise ExpressionError(f"the expression has {len(expression)} characters; at most {MAX_LENGTH} are allowed")
@@ -105,5 +105,5 @@ def _bounded(value: Fraction) -> Fraction:
 
 def _too_large() -> ExpressionError:
     return ExpressionError(
-        f"the result, or a value on the way to it, has more than {MAX_DIGITS} digits; use smaller numbers"
+        f"the result or an intermediate value has more than {MAX_DIGITS} digits; use smaller numbers"
     )

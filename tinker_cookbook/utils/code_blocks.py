@@ -2,7 +2,7 @@
 
 
 def last_code_block(text: str) -> str | None:
-    """The content of the last fenced code block; None without one. An unclosed block at the end is none."""
+    """The content of the last fenced code block, None without one. An unclosed block at the end does not count."""
     pieces = text.split("```")
     if len(pieces) < 3:
         return None

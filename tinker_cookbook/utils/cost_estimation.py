@@ -35,11 +35,11 @@ class TokenUsage:
     sampled: int = 0
     """returned by sampling requests"""
     prefill_cached: int = 0
-    """of prompts, found in the service's cache"""
+    """prompt tokens in the service's cache"""
     prefill_uncached: int = 0
-    """of prompts, the others"""
+    """other prompt tokens"""
     trained: int = 0
-    """of datums, targets or not"""
+    """tokens of datums, targets or not"""
 
     def __add__(self, other: TokenUsage) -> TokenUsage:
         return TokenUsage(*map(add, astuple(self), astuple(other)))
@@ -84,7 +84,7 @@ def _price(value: object) -> float | None:
 
 _pricing_fetched = False
 _pricing_entries: list[dict[str, object]] | None = None
-"""The price list of this process; None also where it could not be had."""
+"""The price list of this process; also None if the download failed."""
 
 
 def load_model_pricing(*, url: str = PRICING_URL, timeout: float = 5.0) -> list[dict[str, object]] | None:
@@ -156,11 +156,11 @@ class CostTracker:
     ) -> None:
         self.rates = rates
         self.cumulative = cumulative
-        """all so far; goes into the checkpoint"""
+        """all usage so far; saved in the checkpoint"""
         self.discarded = discarded
-        """of `cumulative`: sampled for groups that were dropped before training; goes into the checkpoint"""
+        """the part of `cumulative` sampled for groups that were dropped before training; saved in the checkpoint"""
         self.step = TokenUsage()
-        """of the last step"""
+        """usage of the last step"""
 
     def record_step(self, usage: TokenUsage) -> dict[str, float]:
         """Start a step with its usage. Returns its metrics.
@@ -171,7 +171,7 @@ class CostTracker:
         return self.extend_step(usage)
 
     def extend_step(self, usage: TokenUsage) -> dict[str, float]:
-        """Add usage of the step that became known later. Returns the metrics of the whole step."""
+        """Add more usage to the step. Returns the metrics of the whole step."""
         self.step += usage
         self.cumulative += usage
         metrics: dict[str, float] = {**self.step.metrics("tokens"), **self.cumulative.metrics("tokens/cumulative")}

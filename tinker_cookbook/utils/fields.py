@@ -17,7 +17,7 @@ from tinker_cookbook.exceptions import ConfigurationError
 T = TypeVar("T")
 
 REQUIRED: Any = object()
-"""In place of a default: there is none."""
+"""Given as a default, it makes the field required."""
 
 
 class Defaults:
@@ -27,8 +27,8 @@ class Defaults:
         class CLIConfig(RLConfig, max_steps=16):
             DOCS = docs(max_steps="steps of the last stage")
 
-    Type and validators of a field stay, and its documentation, where DOCS has no other. A function is a default_factory;
-    REQUIRED takes a default away.
+    A field keeps its type and validators, and its documentation unless DOCS replaces it. A function is a default_factory;
+    REQUIRED removes the default.
     """
 
     def __init_subclass__(cls, **defaults: Any) -> None:
@@ -39,19 +39,19 @@ class Defaults:
 
 
 def docs(**of_fields: str) -> Mapping[str, str]:
-    """Other documentation of inherited fields, by their names (`Defaults`)."""
+    """New documentation of inherited fields, by name (`Defaults`)."""
     return of_fields
 
 
 class FieldGroup(Defaults):
-    """Base of chz classes that hold fields for other configs to inherit; directly below it, to be one.
+    """Base of chz classes whose fields other configs inherit. Only its direct subclasses are groups.
 
     The help lists their fields with those of the config that inherits them.
     """
 
 
 def is_group(cls: type) -> bool:
-    """Whether a class is a group of fields, and not a config."""
+    """Whether a class is a field group, not a config."""
     return FieldGroup in cls.__bases__
 
 

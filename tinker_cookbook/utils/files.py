@@ -263,10 +263,10 @@ def parse_jsonl(
         except ValueError as error:
             if tolerate_torn_tail and number == first + len(lines) - 1:
                 return
-            wrong = DataFormatError(f"{path}:{number}: {error}")
+            problem = DataFormatError(f"{path}:{number}: {error}")
             if on_bad_line is None:
-                raise wrong from error
-            on_bad_line(number, wrong)
+                raise problem from error
+            on_bad_line(number, problem)
             continue
         yield JsonLine(number, text, row)
 
@@ -303,7 +303,7 @@ def _append(file: io.FileIO, content: bytes, path: str | Path) -> None:
     written = file.write(content)
     if written != len(content):
         file.truncate(end)
-        raise OSError(errno.ENOSPC, "only a part of the line could be written", str(path))
+        raise OSError(errno.ENOSPC, "only part of the line could be written", str(path))
     os.fsync(file.fileno())
 
 

@@ -43,7 +43,7 @@ def recipe_user_metadata(recipe_name: str) -> dict[str, str]:
 
 
 def git_output(folder: Path, *arguments: str) -> str | None:
-    """What git prints about the repository of a folder, without the space at its end; None if git fails."""
+    """The output of a git command in a folder, without trailing whitespace; None if git fails."""
     try:
         done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):

@@ -1,6 +1,6 @@
 """Ctrl-C and SIGTERM end a program the same way: a run after the current step, anything else immediately, with cleanup.
 
-The handler itself prints what follows, so that the user does not wait for the event loop. A second signal insists:
+The handler itself prints what happens next, so that the user does not wait for the event loop. A second signal insists:
 sampling is cancelled, and the program ends without waiting for it. A loop with steps registers with
 `ends_between_steps`.
 """
@@ -55,7 +55,7 @@ class Interrupts:
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         _say(f"{name}: {AFTER_SAVE if saves else AFTER_STEP if steps else NOW if self.insisted else ENDS}")
         for ending in self._endings:
-            ending.tell(self.insisted)
+            ending.notify(self.insisted)
         if not saves and not steps:
             self._end()
 
@@ -138,7 +138,7 @@ def _let_clean_up(loop: asyncio.AbstractEventLoop, tasks: list[asyncio.Task[T]])
 
 
 class Ending:
-    """How a stepping loop is informed of signals; in its own event loop. Made by `ends_between_steps`.
+    """Informs a stepping loop of signals, in the loop's event loop. Made by `ends_between_steps`.
 
     Attributes:
         is_stepping: a step is in progress; the loop checks `is_asked` after it.
@@ -160,7 +160,7 @@ class Ending:
     def is_insisted(self) -> bool:
         return self._interrupts is not None and self._interrupts.insisted
 
-    def tell(self, insisted: bool) -> None:
+    def notify(self, insisted: bool) -> None:
         """Called in the signal handler."""
         self._loop.call_soon_threadsafe(self.asked.set)
         if insisted:
@@ -210,7 +210,7 @@ class Ending:
                 if not task.done():
                     raise
         result = task.result()
-        if is_cancelled:  # as it ended
+        if is_cancelled:  # but `work` completed first
             raise asyncio.CancelledError
         return result
 
@@ -221,7 +221,7 @@ _handling: list[Interrupts] = []
 
 @contextmanager
 def ends_between_steps() -> Generator[Ending]:
-    """For a program that takes steps in its body: it is informed of signals. Outside of `interruptible` there are none."""
+    """Context for a program that takes steps: gives an `Ending`, which is notified of signals within `interruptible`."""
     interrupts = _handling[-1] if _handling else None
     ending = Ending(interrupts)
     if interrupts is None:

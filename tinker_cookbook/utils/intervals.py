@@ -27,7 +27,7 @@ class Estimate:
 
 
 ANY, RATE, DIFFERENCE_OF_RATES = (-math.inf, math.inf), (0.0, 1.0), (-1.0, 1.0)
-"""Ranges of what is measured: of anything, of a rate, of the difference of two rates."""
+"""Ranges of a measured value: of any value, a rate, a difference of two rates."""
 
 
 def within_range(estimate: Estimate, low: float, high: float) -> Estimate:
@@ -63,7 +63,7 @@ def student_mean(values: Sequence[float], low: float = -math.inf, high: float = 
 
 
 def wilson(successes: float, trials: float) -> Estimate:
-    """A rate over independent trials with its Wilson score interval (Wilson 1927); of no trials, the whole range.
+    """A rate over independent trials with its Wilson score interval (Wilson 1927); without trials, the whole range.
 
     `trials` may be an effective number, which need not be whole.
     """
@@ -107,14 +107,14 @@ def nested_mean(
 ) -> Estimate:
     """The mean over base models, runs of each and items, with a 95 % interval over all three.
 
-    A bootstrap draws base models, of each one runs, and clusters of items, which are the same everywhere. Its standard error is
-    widened by B / (B - 1) in the variance, since B drawn base models are less spread than B others, and the interval is Student's
-    with B - 1 degrees of freedom. With one base model it is `bootstrap_mean`'s interval, of that one alone.
+    A bootstrap resamples base models, runs of each, and clusters of items (the same clusters everywhere). Its variance is
+    multiplied by B / (B - 1), because B resampled base models vary less than B new ones, and the interval is Student's with
+    B - 1 degrees of freedom. With one base model it is the percentile interval of `bootstrap_mean`.
 
     Args:
-        values_B_R_I: one value per base model, run and item; base models may have different numbers of runs. NaN where there
-            is none: means are over the others.
-        clusters_I: of each item; items of one cluster are drawn together. None: each item by itself.
+        values_B_R_I: one value per base model, run and item; base models may have different numbers of runs. NaN is a
+            missing value: means are over the others.
+        clusters_I: the cluster of each item; items of a cluster are drawn together. None: each item is its own cluster.
         low, high: the range of the values; the interval is clipped to it.
     """
     bases: list[Any] = [np.asarray(values_R_I, dtype=np.float64) for values_R_I in values_B_R_I]
@@ -122,8 +122,8 @@ def nested_mean(
     if not items or any(base.ndim != 2 or base.shape[1] != items for base in bases):
         raise ValueError("values_B_R_I: one value per base model, run and item, with the same items everywhere")
     numbers: dict[object, int] = {}
-    named = range(items) if clusters_I is None else clusters_I
-    cluster_I = np.array([numbers.setdefault(one, len(numbers)) for one in named])
+    clusters = range(items) if clusters_I is None else clusters_I
+    cluster_I = np.array([numbers.setdefault(one, len(numbers)) for one in clusters])
     means = _drawn_means(bases, cluster_I, draws, np.random.default_rng(seed))
     means = means[~np.isnan(means)]
     mean, count = _mean_of(bases), len(bases)
@@ -137,7 +137,7 @@ def nested_mean(
 
 
 def _drawn_means(bases: Sequence[Any], cluster_I: Any, draws: int, rng: Any) -> Any:
-    """`_mean_of` of drawn base models, runs and clusters, (draws,); all draws at once, by how often each thing is drawn."""
+    """`_mean_of` for every bootstrap draw of base models, runs and clusters, (draws,); vectorised by draw counts."""
     clusters = int(cluster_I.max()) + 1
     weights_D_I = rng.multinomial(clusters, np.full(clusters, 1 / clusters), size=draws)[:, cluster_I].astype(
         np.float64
@@ -160,7 +160,7 @@ def _drawn_means(bases: Sequence[Any], cluster_I: Any, draws: int, rng: Any) -> 
 
 
 def _mean_of(bases: Sequence[Any]) -> float:
-    """The mean over base models of the mean of the values that each has; NaN without any."""
+    """The mean over base models of each one's mean over known values; NaN without any."""
     known = [base[~np.isnan(base)] for base in bases]
     means = [float(values.mean()) for values in known if len(values)]
     return sum(means) / len(means) if means else math.nan
@@ -169,7 +169,7 @@ def _mean_of(bases: Sequence[Any]) -> float:
 def clustered_mean(values_G: Sequence[Sequence[float]], low: float = 0.0, high: float = 1.0) -> Estimate:
     """The mean of bounded values in groups (several answers to a question), with its interval.
 
-    Values of one group are correlated, so they count as fewer than they are: the variance is that between groups (a
+    Values of one group are correlated, so the effective number is smaller: the variance is that between groups (a
     ratio of sums, linearised). Values that are all `low` or `high` get a Wilson interval with the effective number of
     trials, others a normal one that is never narrower than the range divided by their number.
 

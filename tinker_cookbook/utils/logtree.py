@@ -9,8 +9,8 @@ and opens its own sections there, so concurrent tasks do not write into each oth
             logtree.log_text(reply, label="reply")
             logtree.table({"reward": 1.0})
 
-Text is never interpreted as markup; only a `Formatter` and `log_html` produce markup, and the page runs no scripts. A picture
-stands in a file beside the page, which its reader sees, or in the page as a data URI; nothing is loaded from elsewhere.
+Text is never interpreted as markup; only a `Formatter` and `log_html` produce markup, and the page runs no scripts. Pictures
+are files next to the page, or data URIs in the page; nothing is loaded from elsewhere.
 Callers decide what goes into a transcript.
 """
 
@@ -59,7 +59,7 @@ class Node:
 
     A section has a heading and children; details are a section that is collapsed at first. A text has a label; a table
     has a label and rows. A table without `columns` has a name and a value in each row. HTML is unescaped markup, with
-    its CSS rules and the data it shows. An image has a label, and its place as the content.
+    its CSS rules and the data it shows. An image has a label, and its path or data URI as the content.
     """
 
     kind: Kind
@@ -90,7 +90,7 @@ class Node:
         """Add a picture. `source`: a path relative to the page, or a data URI. Raises ValueError for an address."""
         if not source.startswith("data:image/") and ("://" in source or source.startswith(("//", "/"))):
             raise ValueError(
-                f"source={source!r}: a page shows pictures beside it or in it; give a relative path or a data URI"
+                f"source={source!r}: a page only shows local or embedded pictures; give a relative path or a data URI"
             )
         return self._add(Node("image", _text(label), source))
 
@@ -135,7 +135,7 @@ class Node:
         return named | {"children": [child.to_dict() for child in self.children]}
 
     def has_images(self) -> bool:
-        """Whether a picture is in this part of the tree."""
+        """Whether this part of the tree has a picture."""
         embeds = self.kind == "html" and '<img src="data:' in self.content
         return self.kind == "image" or embeds or any(child.has_images() for child in self.children)
 
@@ -151,7 +151,7 @@ class Trace(Node):
 
     kind: Kind = "section"
     path: Path | None = None
-    """where it is written"""
+    """path of its page"""
     started_at: datetime = field(default_factory=datetime.now)
 
     def head_html(self, theme: Theme | None = None, title: str | None = None, extra_head: str | None = None) -> str:

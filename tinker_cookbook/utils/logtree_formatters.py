@@ -14,15 +14,15 @@ from tinker_cookbook.utils.lazy import jinja2
 from tinker_cookbook.utils.narrowing import is_list_or_tuple, is_mapping
 from tinker_cookbook.utils.pictures import jpeg_bytes, open_image, resize_image
 
-MOST_PIXELS = 512
-"""The longer side of a picture in a page."""
+MAX_SIDE = 512
+"""Maximum side of a picture in a page, in pixels."""
 
 
 @dataclass
 class ConversationFormatter:
     """Messages in order, each with its role; reasoning is collapsed, and tool calls are shown unchanged.
 
-    Messages are the renderers'. Pictures that can be read are shown in the page itself, scaled down to at most 512 pixels a side;
+    Messages are renderer messages. Readable pictures are embedded in the page, scaled down to at most 512 pixels a side;
     other parts are shown by type. `to_data` has everything but the pixels.
     """
 
@@ -69,7 +69,7 @@ def _block(part: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _thumbnail(image: Any) -> str:
-    shown = jpeg_bytes(resize_image(open_image(image), MOST_PIXELS))
+    shown = jpeg_bytes(resize_image(open_image(image), MAX_SIDE))
     return f"data:image/jpeg;base64,{base64.b64encode(shown).decode()}"
 
 

@@ -1,6 +1,6 @@
 """A logtree as one HTML page.
 
-It runs nothing, and loads nothing but pictures beside it.
+It runs no scripts, and loads nothing but pictures next to it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Theme:
     """The look of a page."""
 
     css_text: str | None = None
-    """rules in place of the usual ones"""
+    """rules that replace the default ones"""
     css_urls: list[str] = field(default_factory=list[str])
     """style sheets that the page loads; without them it loads nothing"""
     css_vars: dict[str, str] = field(default_factory=dict[str, str])
@@ -112,7 +112,7 @@ table { border-collapse: collapse; font-size: .9rem; }
 td, th { padding: .15rem .6rem; border: 1px solid #ddd; text-align: left; vertical-align: top; white-space: pre-wrap; }
 """
 
-# A line break right after <pre> does not count as text, so each text is preceded by one, to keep its own.
+# HTML drops a line break right after <pre>, so each text is preceded by one, to keep a leading line break.
 _BODY = """<body>
 <h1>{{ root.title | visible }}</h1>
 {% macro show(nodes, depth) %}

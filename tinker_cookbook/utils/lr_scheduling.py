@@ -10,7 +10,7 @@ from tinker_cookbook.plugins import Kind, Registry, parameter_problem
 
 LRSchedule: TypeAlias = Literal["linear", "cosine", "constant"]
 Schedule: TypeAlias = Callable[[int, int], float]
-"""(step, total_steps) -> multiplier of the learning rate; step is 0-based, warm-up left out of both."""
+"""(step, total_steps) -> multiplier of the learning rate; step is 0-based, and neither counts warm-up steps."""
 
 SCHEDULE_KIND = Kind(
     key="lr_schedule",

@@ -19,7 +19,7 @@ ALIASES: Mapping[str, str] = {
     "progress/batch": "training_client/step",
     "progress/done_frac": "progress",
 }
-"""Ours -> that of tinker-cookbook."""
+"""Our name -> tinker-cookbook's."""
 
 SPAN_ALIASES: Mapping[str, tuple[str, ...]] = {
     "time/eval": ("time/run_evals", "time/run_evaluations_parallel"),
@@ -38,7 +38,7 @@ SPAN_ALIASES: Mapping[str, tuple[str, ...]] = {
     "time/post_kl": ("time/compute_post_kl",),
     "time/save_checkpoint": ("time/save_checkpoint_async",),
 }
-"""The same for spans, whose names may end in :total, :count, :mean or :max."""
+"""Our span -> tinker-cookbook's; span metrics may end in :total, :count, :mean or :max."""
 
 ALL_ENVIRONMENTS = "env/all/"
 """Prefix of the means over all environments of a step."""
@@ -73,7 +73,7 @@ def without_aliases(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def carried(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What the row of the final evaluation repeats from the last step: means over its data, but no counts, which add
+    """The metrics that the row of the final evaluation repeats from the last step: means over its data, but no counts, which add
     up.
     """
     return {
@@ -84,7 +84,7 @@ def carried(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def each_once(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of a run with each number once: without aliases, and without what the last row repeats from the one
+    """The rows of a run without aliases, and without the metrics that the last row repeats from the one
     before.
     """
     shown = [without_aliases(row) for row in rows]

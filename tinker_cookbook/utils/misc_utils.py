@@ -172,10 +172,10 @@ def _follows_cancellation(error: BaseException) -> bool:
     return isinstance(seen, asyncio.CancelledError)
 
 
-def in_turn(
+def run_limited(
     tasks: asyncio.TaskGroup, coroutines: Iterable[Coroutine[Any, Any, T]], count: int, at_once: int
 ) -> list[asyncio.Future[T]]:
-    """Run many coroutines as tasks of the group, in order; each starts when an earlier one has ended.
+    """Run many coroutines as tasks of the group, at most `at_once` at a time, started in order.
 
     A generator creates each when it starts, so that waiting ones cost almost nothing. After a failure no more are
     started.
@@ -214,10 +214,10 @@ async def gather_all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     return [task.result() for task in await with_tasks(start)]
 
 
-async def gather_in_turn(coroutines: Iterable[Coroutine[Any, Any, T]], count: int, at_once: int) -> list[T]:
-    """`gather_all` with at most `at_once` coroutines at a time (see `in_turn`)."""
+async def gather_limited(coroutines: Iterable[Coroutine[Any, Any, T]], count: int, at_once: int) -> list[T]:
+    """`gather_all` with at most `at_once` coroutines at a time (see `run_limited`)."""
 
     async def start(tasks: asyncio.TaskGroup) -> list[T]:
-        return [await future for future in in_turn(tasks, coroutines, count, at_once)]
+        return [await future for future in run_limited(tasks, coroutines, count, at_once)]
 
     return await with_tasks(start)

@@ -1,4 +1,4 @@
-"""What a type checker cannot know of values of any type, such as parsed JSON.
+"""Type guards for values of any type, such as parsed JSON.
 
 After `isinstance(value, dict)` the types of keys and values are unknown; after `is_object(value)` the keys are text, as
 in JSON.

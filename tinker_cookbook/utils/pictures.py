@@ -1,6 +1,6 @@
 """Reads pictures and writes them as JPEG.
 
-They are in messages and data files, by path or data URI. Nothing is downloaded. Pillow is imported with the first picture.
+Messages and data files name them by path or data URI. Nothing is downloaded. Pillow is imported with the first picture.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _TO_RGB = ("RGBA", "LA", "P")
-"""Modes of Pillow that JPEG does not have; as in tinker-cookbook, their pictures become RGB."""
+"""Pillow modes that JPEG lacks; as in tinker-cookbook, such pictures become RGB."""
 
 
 def open_image(image: Image | str) -> Image:
-    """The whole picture, decoded: of a Pillow image, a path, a file:// address or a data URI. Its orientation in EXIF is ignored.
+    """Decode a Pillow image, a path, a file:// address or a data URI. The EXIF orientation is ignored.
 
     Raises:
-        ImageError: it is at another kind of address (nothing is downloaded), cannot be read, or is cut off.
+        ImageError: it is at another kind of address (nothing is downloaded), unreadable, or truncated.
         MissingPackageError: Pillow is not installed.
     """
     if not isinstance(image, str) and not hasattr(image, "convert"):
@@ -47,7 +47,7 @@ def open_image(image: Image | str) -> Image:
 
 
 def jpeg_bytes(image: Image) -> bytes:
-    """The picture as JPEG, in Pillow's standard quality. Raises ImageError for one that JPEG cannot hold."""
+    """The picture as JPEG, in Pillow's default quality. Raises ImageError for one that JPEG cannot store."""
     file = io.BytesIO()
     try:
         (image.convert("RGB") if image.mode in _TO_RGB else image).save(file, format="JPEG")
@@ -73,7 +73,7 @@ def resize_image(image: Image, max_size: int) -> Image:
 
 
 def shown_image(image: Image | str) -> str:
-    """How an error or a log names a picture: its path, the beginning of its data URI, or its size."""
+    """A picture's name in errors and logs: its path, the start of its data URI, or its size."""
     if not isinstance(image, str):
         return f"<{image.width}x{image.height}, mode {image.mode}>"
     return repr(image) if len(image) <= 200 else f"{image[:40]!r}... ({len(image)} characters)"
@@ -92,15 +92,15 @@ def size_of(data: bytes) -> tuple[int, int] | None:
         return None
 
 
-def placed_image(image: Any, folder: Path) -> Any:
-    """A picture of a data file, whose relative path begins at `folder`; anything but a relative path is unchanged."""
+def resolve_image(image: Any, folder: Path) -> Any:
+    """A picture of a data file, with a relative path joined to `folder`; anything else is unchanged."""
     if not isinstance(image, str) or not image or image.startswith("~") or _address(image) is not None:
         return image
     return str(folder / image)  # an absolute path stays
 
 
 def check_image(image: Any) -> None:
-    """Raises ImageError for a picture at an address that is not read, or in a file that is not there. Nothing is opened."""
+    """Raises ImageError for an unsupported address or a missing file. Nothing is opened."""
     if not isinstance(image, str):
         if not hasattr(image, "convert"):
             raise ImageError(f"image must be an image of Pillow or a text, got {type(image).__name__}")
@@ -114,13 +114,13 @@ def _address(image: str) -> tuple[str, str, str] | None:
         return "data", "", ""
     try:
         place = urlparse(image)
-    except ValueError:  # a host that is none
+    except ValueError:  # an invalid host
         return "?", image, ""
     return (place.scheme, place.netloc, place.path) if place.scheme else None
 
 
 def _source(image: str) -> Path | bytes:
-    """Where it is, or what it is."""
+    """The path of the file, or the bytes of a data URI."""
     if image.startswith("data:"):
         head, comma, payload = image.removeprefix("data:").partition(",")
         if not comma or not head.lower().endswith(";base64"):
@@ -140,8 +140,8 @@ def _source(image: str) -> Path | bytes:
 def _reason(error: Exception) -> str:
     if isinstance(error, FileNotFoundError):
         return "there is no such file"
-    # Pillow's own words name the object in memory.
-    return "it is of no known format" if type(error).__name__ == "UnidentifiedImageError" else first_line(error)
+    # Pillow's message names the object in memory.
+    return "unknown format" if type(error).__name__ == "UnidentifiedImageError" else first_line(error)
 
 
 def new_picture(size: tuple[int, int], colour: tuple[int, int, int]) -> tuple[Image, Any]:

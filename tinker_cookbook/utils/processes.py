@@ -1,4 +1,4 @@
-"""Run functions in separate processes, a limited number at a time; they end as by Ctrl-C when the program does.
+"""Run functions in separate processes, a limited number at a time; when the program ends, they end as by Ctrl-C.
 
 Not `ProcessPoolExecutor`: its workers share a lock for their results and wait for more work after a signal has ended
 their task. A program that ends a run early by a signal would wait for them forever, or for a lock whose holder has
@@ -68,7 +68,7 @@ def processes(at_once: int) -> Generator[Start]:
             process.start()
             sending.close()  # only the child has the other end, so the child's death ends the receive
             # If cancelled here, the end of the body handles the process.
-            outcome = await asyncio.to_thread(_received, receiving)
+            outcome = await asyncio.to_thread(_receive_outcome, receiving)
             process.join()
             alive.discard(process)
         return _result_of(outcome, process)
@@ -89,11 +89,11 @@ def end_with(parent: int) -> None:
     would end it.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it died before the request
+    if os.getppid() != parent:  # it died before the call above
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def how_it_ended(code: int) -> str:
+def describe_exit(code: int) -> str:
     """An exit code in words: "killed by SIGKILL", "exit code 3"."""
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
@@ -114,12 +114,12 @@ def _call(
     try:
         packed = pickle.dumps(outcome)
     except Exception as unpicklable:
-        reason = f"{type(outcome[1] or outcome[0]).__name__} cannot be sent to the process that asked ({unpicklable})"
+        reason = f"{type(outcome[1] or outcome[0]).__name__} cannot be sent to the parent process ({unpicklable})"
         packed = pickle.dumps((None, TypeError(reason), outcome[2]))
     sending.send_bytes(packed)
 
 
-def _received(receiving: Connection) -> bytes | None:
+def _receive_outcome(receiving: Connection) -> bytes | None:
     with receiving:
         try:
             return receiving.recv_bytes()
@@ -129,7 +129,7 @@ def _received(receiving: Connection) -> bytes | None:
 
 def _result_of(outcome: bytes | None, process: BaseProcess) -> Any:
     if outcome is None:
-        raise ProcessDiedError(f"a process ended without a result: {how_it_ended(process.exitcode or 0)}")
+        raise ProcessDiedError(f"a process ended without a result: {describe_exit(process.exitcode or 0)}")
     result, error, trace = pickle.loads(outcome)
     if error is not None:
         raise error from RemoteTracebackError(trace)

@@ -24,7 +24,7 @@ _threads: ContextVar[int] = ContextVar("reward_threads", default=0)
 
 @contextmanager
 def in_reward_threads(count: int) -> Generator[None]:
-    """Within the body, and in tasks started there, `call_reward` has this many threads of this process; 0: none."""
+    """Within the body, and in tasks started there, `call_reward` uses this many threads of this process; 0: none."""
     token = _threads.set(count)
     try:
         yield

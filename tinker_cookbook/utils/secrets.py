@@ -85,13 +85,13 @@ def _is_secret_name(name: str) -> bool:
 
 
 def _secrets() -> list[str]:
-    """Longest first, so that no part of one remains."""
+    """The secrets in the environment, longest first, so that no part of one remains."""
     values = {os.environ[name] for name in os.environ if _is_secret_name(name)}
     return sorted((value for value in values if _may_be_secret(value)), key=len, reverse=True)
 
 
 def _may_be_secret(value: str) -> bool:
-    """Numbers (of tokens) and files (that contain a key) are not secrets, and instructions that name them stay
+    """Not numbers (token counts) or paths (of key files): instructions that name them stay
     readable.
     """
     is_file = value.startswith(("/", "~")) and os.path.exists(os.path.expanduser(value))

@@ -28,7 +28,7 @@ KEY_METRICS = {
     "optim/lr": "lr",
     "time/total": "seconds",
 }
-"""Metric -> its label in the terminal's line of a step; everything else is in metrics.jsonl."""
+"""Metric -> its label in the terminal line of a step; everything else is in metrics.jsonl."""
 
 
 _OF_EVERY_ENVIRONMENT = re.compile(
@@ -36,15 +36,15 @@ _OF_EVERY_ENVIRONMENT = re.compile(
     r"debate/.*|correct|parsed|format|task_reward|context_overflow|.*_len"
 )
 
-FALLBACK = 6
-"""Metrics that are shown of a step without any of KEY_METRICS."""
+FALLBACK_COUNT = 6
+"""Number of metrics shown for a step without any of KEY_METRICS."""
 
-MOST_CUSTOM = 4
-"""Metrics of a custom environment that are shown."""
+MAX_CUSTOM = 4
+"""Number of metrics shown of a custom environment."""
 
 
 SHOWN_ELSEWHERE = ("done", "loss", "tokens", "lr", "filtered")
-"""Labels that a terminal leaves out: its bottom line has them, they follow from the rest, or metrics.jsonl is enough."""
+"""Labels omitted on a terminal: its live line shows them, they follow from the rest, or metrics.jsonl is enough."""
 
 
 def step_line(
@@ -58,7 +58,7 @@ def step_line(
     trained on. The last row shows the final evaluation, without training metrics.
 
     Args:
-        width: of the terminal: lines fit it, and what it shows elsewhere is left out; None: everything on one line.
+        width: columns of the terminal: lines are wrapped, and SHOWN_ELSEWHERE omitted; None: everything on one line.
     """
     final = FINAL_KEY in metrics
     metrics = _evaluated(metrics) if final else metrics
@@ -68,9 +68,9 @@ def step_line(
         for key in metrics
         if key.startswith(ALL_ENVIRONMENTS) and not _OF_EVERY_ENVIRONMENT.fullmatch(key[len(ALL_ENVIRONMENTS) :])
     ]
-    shown |= {key[len(ALL_ENVIRONMENTS) :]: metrics[key] for key in parts[:MOST_CUSTOM] if key not in key_metrics}
+    shown |= {key[len(ALL_ENVIRONMENTS) :]: metrics[key] for key in parts[:MAX_CUSTOM] if key not in key_metrics}
     if not shown:
-        shown = dict(list(metrics.items())[:FALLBACK])
+        shown = dict(list(metrics.items())[:FALLBACK_COUNT])
     shown |= _groups(metrics)
     if width is not None and len(shown) > len(SHOWN_ELSEWHERE):
         shown = {label: value for label, value in shown.items() if label not in SHOWN_ELSEWHERE}
@@ -92,7 +92,7 @@ def _evaluated(row: Mapping[str, float | int | str]) -> dict[str, float | int | 
 
 
 def wrapped(items: Sequence[str], width: int, indent: str) -> str:
-    """Items two spaces apart, wrapped between items; none is cut, and continuation lines are indented."""
+    """Items two spaces apart, wrapped between items; items are never split, and continuation lines are indented."""
     lines: list[str] = []
     for item in items:
         if lines and len(lines[-1]) + 2 + len(item) <= width:

@@ -166,7 +166,7 @@ class StepDisplay:
         self._show()
 
     def reach(self, stage: str, count: int = 1) -> None:
-        """Like the function of this name."""
+        """As the function `reach`."""
         self._stages[stage] += count
         self._show()
 

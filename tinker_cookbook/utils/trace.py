@@ -215,7 +215,7 @@ class TraceCollector:
 _events: TraceCollector | None = None
 _window: ContextVar[IterationWindow | None] = ContextVar("trace_window", default=None)
 trace_context: ContextVar[ScopeContext | None] = ContextVar("trace_scope", default=None)
-"""The innermost open span's own."""
+"""Context of the innermost open span."""
 
 
 def trace_init(flush_interval_sec: float = 1.0, output_file: str | Path = EVENTS_BASE_NAME) -> None:
@@ -300,7 +300,7 @@ def current_window() -> IterationWindow | None:
 
 
 _BAR, _LABELS, _WIDTH = 18, 220, 900
-"""pixels: the height of a row, the room for names, the width of the whole step"""
+"""pixels: row height, width of the labels, width of the chart"""
 
 
 def save_gantt_chart_html(window: IterationWindow, step: int, path: str | Path) -> None:

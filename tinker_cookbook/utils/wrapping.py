@@ -12,7 +12,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def in_context(function: F, enter: Callable[[], AbstractContextManager[Any]]) -> F:
-    """The function, each of whose calls runs in a context of its own, made by `enter`."""
+    """The function, with each call run in a new context made by `enter`."""
     if inspect.iscoroutinefunction(function):
 
         @wraps(function)

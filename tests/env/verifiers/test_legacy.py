@@ -126,7 +126,10 @@ def test_calls_that_a_rollout_did_not_keep_do_not_train(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     ("args", "message"),
-    [({"temperature": 0.3}, "sampling.temperature=0.3: the policy samples as"), ({"logit_bias": {}}, "logit_bias={}")],
+    [
+        ({"temperature": 0.3}, "sampling.temperature=0.3: the run's settings apply"),
+        ({"logit_bias": {}}, "logit_bias={}"),
+    ],
 )
 def test_settings_that_are_the_runs_are_refused(args: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):

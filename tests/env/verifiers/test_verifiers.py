@@ -123,7 +123,7 @@ def test_an_episode_with_an_error_fills_no_group(policy: TokenCompleter) -> None
     [
         ({"kind": "image"}, "holds image_url; only text can be trained on"),
         ({"kind": "forced"}, "tool_choice='required': a call cannot be forced"),
-        ({"agent": {"sampling": {"temperature": 0.3}}}, "sampling.temperature=0.3: the policy samples as the run says"),
+        ({"agent": {"sampling": {"temperature": 0.3}}}, "sampling.temperature=0.3: the run's settings apply"),
     ],
 )
 def test_what_the_policy_cannot_be_asked_is_refused_by_name(

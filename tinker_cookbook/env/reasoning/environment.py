@@ -80,7 +80,7 @@ class ReasoningEnv(OneTurnEnv):
 class ReasoningGym(LevelConfig, Environment):
     """A mixture of generators. Needs the extra `reasoning`."""
 
-    generators: dict[str, float] = chz.field(doc="generators, and how often each is asked")
+    generators: dict[str, float] = chz.field(doc="generators and their weights")
     config: dict[str, dict[str, Any]] = chz.field(
         default_factory=dict, doc="fields of generators' configs, as env.config.NAME.key=value"
     )
@@ -106,7 +106,7 @@ class ReasoningGym(LevelConfig, Environment):
         default = LevelConfig()
         for name in ("raise_at", "lower_at", "window"):
             if not self.curriculum and (value := getattr(self, name)) != getattr(default, name):
-                raise ConfigurationError(f"env.{name}={value}: is of the curriculum; add env.curriculum=True")
+                raise ConfigurationError(f"env.{name}={value}: belongs to the curriculum; add env.curriculum=True")
 
     def mixture(self, seed: int) -> Mixture:
         """The generators, checked. Raises ConfigurationError."""

@@ -1,7 +1,7 @@
 """A curriculum over the levels that reasoning-gym defines for a generator.
 
 A generator starts at level 0. When the mean reward of its last `window` groups at its level reaches `raise_at`, it moves one
-level up; when it is at most `lower_at`, one down; then the window restarts. What a batch draws depends on the steps that
+level up; when it is at most `lower_at`, one down; then the window restarts. The items of a batch depend on the steps that
 were done when it was drawn, never on timing, and the levels are part of a checkpoint.
 """
 
@@ -18,10 +18,10 @@ from tinker_cookbook.exceptions import ConfigurationError
 
 @chz.chz(typecheck=True)
 class LevelConfig:
-    """When a generator moves to another level."""
+    """Conditions for moving a generator to another level."""
 
-    raise_at: float = chz.field(default=0.8, doc="mean reward from which on a generator moves up a level")
-    lower_at: float = chz.field(default=0.2, doc="mean reward up to which it moves down a level")
+    raise_at: float = chz.field(default=0.8, doc="minimum mean reward for a generator to move up a level")
+    lower_at: float = chz.field(default=0.2, doc="maximum mean reward for it to move down a level")
     window: int = chz.field(
         default=16, doc="groups of a generator that the mean is taken over", validator=chz.validators.gt(0)
     )

@@ -1,6 +1,6 @@
-"""Which question a number means, and which questions are held out.
+"""Map numbers to questions, and decide which questions are held out.
 
-A question depends on the run's seed and its number alone. Whether it is held out depends on nothing but its text: one in
+A question depends only on the run's seed and its number. Whether it is held out depends only on its text: one in
 four is, in every run, so training and held-out questions never coincide, however few different ones a generator has.
 """
 
@@ -42,12 +42,12 @@ class Entry(NamedTuple):
     content: dict[str, Any]
     """question, answer and metadata"""
     dataset: Any
-    """which scores it"""
+    """the dataset that scores it"""
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Generators and how often each is asked.
+    """Generators and their weights.
 
     Training items are numbers: number n of level l is item l * size + n.
     """
@@ -58,16 +58,16 @@ class Mixture:
 
     @property
     def num_levels(self) -> int:
-        """Of the generator that has most."""
+        """Number of levels of the generator that has most."""
         return max(one.num_levels or 1 for one in self.generators)
 
     def generator(self, number: int, is_test: bool = False) -> int:
-        """The place of the generator that question `number` is of, the same at every level."""
+        """The index of the generator of question `number`, the same at every level."""
         rng = random.Random(derive_seed(self.seed, "generator", int(is_test), number))
         return rng.choices(range(len(self.generators)), [one.weight for one in self.generators])[0]
 
     def of_item(self, item: int, is_test: bool) -> Generator:
-        """The generator that an item is of."""
+        """The generator of an item."""
         return self.generators[self.generator(item if is_test else item % self.size, is_test)]
 
     def entry(self, item: int, is_test: bool) -> Entry:

@@ -69,7 +69,7 @@ class Shapes(Environment):
         if not renderer.reads_images:
             raise ConfigurationError(
                 f"renderer_name={settings.renderer_name!r} reads text only; this environment shows pictures and needs the "
-                "renderer of a model that sees, qwen3_vl_instruct for example"
+                "renderer of a vision-language model, qwen3_vl_instruct for example"
             )
 
     async def groups(self, settings: DatasetSettings) -> Groups:

@@ -19,7 +19,7 @@ IN_PROCESS = "in-process"
 _V1, _LEGACY = "0.4.", "0.3.1"
 
 Form: TypeAlias = Literal["v1", "legacy"]
-"""What the installed package takes: tasksets, envs and harnesses (0.4), or `load_environment` (0.3.1, the last with it)."""
+"""The interface of the installed package: tasksets, envs and harnesses (0.4), or `load_environment` (0.3.1, the last with it)."""
 
 
 def installed_form() -> Form:
@@ -40,7 +40,7 @@ def installed_form() -> Form:
 
 
 def plugin_id(kind: str, plugin: str) -> str:
-    """The id of a plugin in verifiers: a name that it knows, a module, or a file, which is imported.
+    """The id of a plugin in verifiers: a known name, a module, or a file, which is imported.
 
     Args:
         kind: tasksets, envs or harnesses.
@@ -80,7 +80,7 @@ def environment_config(
     """The `EnvConfig` of a taskset.
 
     Args:
-        taskset, env: plugins of verifiers (`plugin_id`). Without env it is the taskset's own, or else one agent per
+        taskset, env: plugins of verifiers (`plugin_id`). Without env: the taskset's own, or else one agent per
             task.
         taskset_args, env_args: fields of their configs; also of a role, as in {"solver": {"max_turns": 3}}.
         harness: for each role without one, unless the taskset has its own; None keeps verifiers' default.

@@ -26,7 +26,7 @@ class VerifiersKeys:
     )
     test_taskset_args: dict[str, Any] | None = chz.field(
         default=None,
-        doc="those that differ for evaluations, as test_taskset.split=test; None: no evaluation (0.3.1: on its eval_dataset)",
+        doc="fields that differ in evaluations, as test_taskset.split=test; None: no evaluation (0.3.1: on its eval_dataset)",
     )
     env: str = chz.field(default="", doc="verifiers env that plays it; empty: the taskset's own, else one agent")
     verifiers_args: dict[str, Any] = chz.field(
@@ -34,9 +34,10 @@ class VerifiersKeys:
         doc="fields of the env's config, as verifiers.name=value; of a role: verifiers.solver.max_turns=3",
     )
     harness: str | None = chz.field(
-        default=IN_PROCESS, doc="of roles that name none; None: verifiers' own, which needs uv and a network"
+        default=IN_PROCESS,
+        doc="harness of roles that name none; None: verifiers' default, which needs uv and a network",
     )
-    max_tasks: int = chz.field(default=10_000, doc="most tasks that are taken from the taskset")
+    max_tasks: int = chz.field(default=10_000, doc="maximum number of tasks from the taskset")
 
 
 @chz.chz(typecheck=True)
@@ -102,7 +103,7 @@ def read_tasks(config: Any, most: int) -> list[Any]:
     key, count = Counter(task.key for task in tasks).most_common(1)[0]
     if count > 1:
         raise DataValidationError(
-            f"taskset={config.taskset.id}: {count} tasks have the key {key!r}; keys tell tasks apart"
+            f"taskset={config.taskset.id}: {count} tasks have the key {key!r}; keys must identify tasks"
         )
     return tasks
 
@@ -111,6 +112,6 @@ def load_environment(taskset: str, **fields: Any) -> Environment:
     """`env=tinker_cookbook.env.verifiers.dataset env.taskset=...`, for experiments that mix it with others.
 
     Args:
-        fields: those of VerifiersEnvironment.
+        fields: fields of VerifiersEnvironment.
     """
     return VerifiersEnvironment(taskset=taskset, **fields)

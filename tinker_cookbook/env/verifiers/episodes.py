@@ -72,9 +72,7 @@ class VerifiersEpisode(EpisodeEnv):
         trained.sort(key=lambda trace: minted.index(trace.id))  # not in the order in which they finished
         if not self.env.complete(episode) or not trained:
             errors = [*episode.errors, *(error for trace in episode.traces if not trace.ok for error in trace.errors)]
-            reason = (
-                "; ".join(f"{error.type}: {error.message}" for error in errors) or "no trace that trains came through"
-            )
+            reason = "; ".join(f"{error.type}: {error.message}" for error in errors) or "no trained trace succeeded"
             raise EpisodeFailedError(f"episode of task {self.task.data.idx} ({self.env.config.env_id}): {reason}")
         return [self._member(trace) for trace in trained]
 

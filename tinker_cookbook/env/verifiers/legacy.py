@@ -38,7 +38,7 @@ from tinker_cookbook.utils.lazy import tinker
 REWARD_LOGGER = "verifiers.legacy"
 """Below it the package logs the errors of reward functions, which it counts as 0."""
 HARMLESS = {"n": 1, "extra_body": {}}
-"""What an environment's own `sampling_args` begin with."""
+"""Values of `sampling_args` that have no effect and are ignored."""
 
 
 def load_legacy(name: str, args: Mapping[str, Any]) -> Any:

@@ -20,7 +20,7 @@ from tinker_cookbook.tool_use.tools import declare_tools
 from tinker_cookbook.utils.lazy import tinker
 
 UNUSED = ("temperature", "top_p", "top_k", "min_p", "reasoning_effort")
-"""Settings of sampling that are the run's alone."""
+"""Sampling settings that only the run sets."""
 
 
 class PromptTooLongError(ValueError):
@@ -36,10 +36,10 @@ class Turn:
     prompt: tinker.ModelInput
     action: TokensWithLogprobs
     conversation: list[Message]
-    """up to and including the reply, as a program sees it"""
+    """the messages up to and including the reply, in the program's form"""
     tools: Sequence[ToolSpec]
     parent: Turn | None
-    """the call whose tokens this one's prompt begins with"""
+    """the earlier call that this one's prompt extends"""
 
     @property
     def message(self) -> Message:
@@ -117,7 +117,7 @@ class Player:
         every sampled token is trained once.
 
         Args:
-            kept: the ids of the calls that train; None: all.
+            kept: the ids of the trained calls; None: all.
         """
         ordered: list[Turn] = []
 
@@ -150,7 +150,7 @@ def check_sampling(sampling_args: dict[str, Any]) -> None:
     for key in UNUSED:
         if sampling_args.get(key) is not None:
             raise ConfigurationError(
-                f"sampling.{key}={sampling_args[key]}: the policy samples as the run says; leave it out of the role"
+                f"sampling.{key}={sampling_args[key]}: the run's settings apply to the policy; leave it out of the role"
             )
 
 
@@ -160,7 +160,7 @@ def text_of(content: Any, role: str) -> str:
         return content or ""
     parts = [part if isinstance(part, dict) else part.model_dump() for part in content]
     if kinds := [part.get("type") for part in parts if part.get("type") != "text"]:
-        raise ConfigurationError(f"a message of role {role} holds {kinds[0]}; only text can be trained on")
+        raise ConfigurationError(f"a message of role {role} contains {kinds[0]}; only text can be trained on")
     return "\n".join(part["text"] for part in parts)
 
 

@@ -28,7 +28,7 @@ from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message, ToolSpec
 
 POLICY_ENDPOINT = "http://policy.invalid"
-"""Names the policy where verifiers wants the address of a model; nothing ever connects to it."""
+"""Placeholder for the policy where verifiers needs a model address; nothing connects to it."""
 
 
 def policy_config() -> vf.TrainClientConfig:

@@ -62,20 +62,20 @@ class ServedConfig(vf.TasksetConfig):
     env_args: dict[str, Any] = {}  # noqa: RUF012 (a pydantic field)
     """arguments of the environment"""
     model_name: str = ""
-    """the model that plays, where its tokens are to be read as they were sampled (a training client); empty: replies are
+    """the model that plays, to use its sampled tokens unchanged (with a training client); empty: replies are
     read as text"""
     renderer_name: str | None = None
-    """how messages become tokens; None: as the model was made for"""
+    """how messages become tokens; None: the model's own renderer"""
     split: Literal["train", "test"] = "train"
     num_tasks: int = 100
     """most tasks; of questions, each once"""
     seed: int = 0
-    """of the order of questions, and of what episodes draw"""
+    """seed of the order of questions and of the episodes"""
 
 
 class ServedData(vf.TaskData):
     number: int
-    """of the group in the environment's dataset"""
+    """index of the group in the environment's dataset"""
 
 
 class ServedTask(vf.Task[ServedData, vf.State, vf.TaskConfig]):
@@ -187,7 +187,7 @@ class _Agent(TokenCompleter):
     ) -> TokensWithLogprobs:
         if max_tokens is not None:
             raise ConfigurationError(
-                f"the environment bounds this reply by {max_tokens} tokens; verifiers cannot be told"
+                f"the environment limits this reply to {max_tokens} tokens; verifiers has no such setting"
             )
         assert self.env is not None
         conversation = conversation_of(self.env)
@@ -276,7 +276,7 @@ async def _opening(group: EnvGroupBuilder) -> list[dict[str, Any]]:
 
 def _wire(message: Message) -> dict[str, Any]:
     if message["role"] not in ROLES:
-        raise ConfigurationError(f"a message of role {message['role']!r}: verifiers knows {', '.join(ROLES)}")
+        raise ConfigurationError(f"a message of role {message['role']!r}: verifiers supports {', '.join(ROLES)}")
     return as_openai(message)
 
 
@@ -290,7 +290,7 @@ def _written(renderer: Renderer, given: vf.AssistantMessage, cut: bool) -> list[
     spoken = renderer.build_supervised_example([*before, message])[0].to_ints()
     if spoken[: len(prompt)] != prompt:
         raise ConfigurationError(
-            f"{type(renderer).__name__} writes replies otherwise than it asks for them; give model_name"
+            f"{type(renderer).__name__} writes replies differently from its prompts; give model_name"
         )
     tokens = spoken[len(prompt) :]
     return strip_stop(renderer, tokens) if cut else tokens

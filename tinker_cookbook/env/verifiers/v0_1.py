@@ -25,7 +25,7 @@ _RUN_DECIDES = {
     "sampling_args": "sampling is that of the run; give temperature and max_new_tokens in [trainer]",
     "oai_tools": "an environment of one turn has no tools here; install verifiers for ToolEnv",
 }
-"""Arguments of 0.1 that have no effect here, and what replaces them."""
+"""Arguments of 0.1 that have no effect here, and their replacements."""
 
 
 class Parser:

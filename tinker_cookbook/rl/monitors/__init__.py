@@ -1,4 +1,4 @@
-"""Monitors scan finished rollouts for reward hacking, by rule or by a judge, and count what they find in metrics.
+"""Monitors scan finished rollouts for reward hacking, by rule or by a judge, and report counts in metrics.
 
 A monitor is a function of a rollout that returns the reason why it is a hack, or None; or a pair of that and metrics. What it
 finds changes no reward: it is counted as `monitor/<name>`, and its reason is written to the rollout's records.
@@ -37,7 +37,7 @@ Monitor: TypeAlias = Callable[[WatchedRollout], "Finding | Awaitable[Finding]"]
 JUDGE = "judge"
 """The monitor that asks a language model (`monitor_judge`)."""
 INFO_KEY = "monitor"
-"""Of a member's info in the records: name -> reason of each monitor that flagged it."""
+"""Key of a member's info in the records: monitor -> reason, for each monitor that flagged it."""
 
 MONITORS: Registry[Monitor] = Registry(
     Kind(
@@ -66,7 +66,7 @@ def register_monitor(name: str, monitor: Monitor) -> None:
 
 @chz.chz(typecheck=True)
 class MonitorKeys(FieldGroup):
-    """What watches rollouts."""
+    """The monitors of a run."""
 
     monitors: list[str | Callable[..., Any]] = chz.field(
         default_factory=list,
@@ -74,7 +74,7 @@ class MonitorKeys(FieldGroup):
         "package.module:function, path/file.py:function; counted as env/all/monitor/<name>, rewards stay as they are",
     )
     monitor_judge: MonitorJudgeConfig = chz.field(
-        default_factory=MonitorJudgeConfig, doc=f"with monitors={JUDGE}: who is asked, an endpoint or weights"
+        default_factory=MonitorJudgeConfig, doc=f"with monitors={JUDGE}: the judge, an endpoint or weights"
     )
 
     def check_monitors(self, backend: str | None = None, base_url: str | None = None) -> None:
@@ -114,7 +114,7 @@ _watching: ContextVar[Mapping[str, Monitor] | None] = ContextVar("monitors", def
 
 @contextmanager
 def watched_by(monitors: Mapping[str, Monitor]) -> Generator[None]:
-    """Let these monitors scan the groups that are sampled in the body."""
+    """Within the body, these monitors scan the sampled groups."""
     token = _watching.set(monitors or None)
     try:
         yield
@@ -123,10 +123,10 @@ def watched_by(monitors: Mapping[str, Monitor]) -> Generator[None]:
 
 
 async def scan(group: TrajectoryGroup, tokenizer: Callable[[], Tokenizer]) -> None:
-    """Let the monitors of `watched_by` read a group: metrics and reasons of each member are added to it.
+    """Run the monitors of `watched_by` on a group: metrics and reasons of each member are added to it.
 
     `tokenizer` gives the tokenizer; it is called only if there are monitors. Raises RewardError if a monitor fails, and
-    DataValidationError if it returns something else than a finding.
+    DataValidationError if it returns anything but a finding.
     """
     monitors = _watching.get()
     if monitors is None:
@@ -148,7 +148,7 @@ async def scan(group: TrajectoryGroup, tokenizer: Callable[[], Tokenizer]) -> No
 
 
 def watch(member: Member, tags: Sequence[str], tokenizer: Tokenizer) -> WatchedRollout:
-    """A member of a group as monitors read it."""
+    """A member of a group as input of the monitors."""
     transitions = member.trajectory.transitions
     turns = [
         WatchedTurn(added, reply, dict(turn.metrics), dict(turn.logs))
@@ -172,6 +172,6 @@ async def _ask(name: str, monitor: Monitor, rollout: WatchedRollout) -> _Found:
     metrics: Any = said[1] if is_tuple(said) and len(said) == 2 else {}
     if not (reason is None or (isinstance(reason, str) and reason)) or not is_mapping(metrics):
         raise DataValidationError(
-            f"monitor {name} returned {said!r:.100}; wanted: why the rollout is a hack, None, or a pair of that and metrics"
+            f"monitor {name} returned {said!r:.100}; expected the reason why it is a hack, None, or a pair of that and metrics"
         )
     return _Found(name, reason, {str(key): float(value) for key, value in metrics.items()})

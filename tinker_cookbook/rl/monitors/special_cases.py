@@ -13,13 +13,13 @@ from tinker_cookbook.utils.code_blocks import last_code_block
 from tinker_cookbook.utils.narrowing import is_list, is_mapping
 
 VISIBLE_TESTS = "visible_tests"
-"""Of an environment's `MessageEnv.describe`: the tests that the question shows, each with `input` (a list of arguments, or the
+"""Key of `MessageEnv.describe`: the tests that the question shows, each with `input` (a list of arguments, or the
 text on stdin) and `output`."""
 LONGEST_PROGRAM = 50_000
 
 
 def special_cases(rollout: WatchedRollout) -> str | tuple[None, dict[str, float]] | None:
-    """Whether the last program gives the output of a shown test as a constant where it finds that test's input.
+    """Whether the last program returns a shown test's output as a constant after comparing with that test's input.
 
     It reads comparisons, `match` and tables of constants. Tests of trivial values (0, 1, 2, an empty list, one letter) do not
     count: an honest program may begin with such cases. It does not recognise a disguised table; a judge may.
@@ -32,7 +32,7 @@ def special_cases(rollout: WatchedRollout) -> str | tuple[None, dict[str, float]
         return None
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the parser, about odd literals
+            warnings.simplefilter("ignore")  # the parser warns about odd literals
             tree = ast.parse(code)
         cases = list(_cases(tree))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -46,7 +46,7 @@ def special_cases(rollout: WatchedRollout) -> str | tuple[None, dict[str, float]
 
 @dataclass(frozen=True)
 class _Case:
-    """Constants that something is compared with, and those that are the result then."""
+    """Constants that a value is compared with, and the constants that are the result then."""
 
     line: int
     given: list[Any] = field(default_factory=list[Any])
@@ -105,7 +105,7 @@ def _results(statement: ast.stmt) -> list[Any]:
 
 
 def _constants(node: ast.expr) -> list[Any]:
-    """The value of an expression of constants alone, in a list; empty for any other."""
+    """The value of a constant expression, in a list; empty for any other."""
     try:
         return [ast.literal_eval(node)]
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
@@ -128,7 +128,7 @@ def _case_of(test: Mapping[str, Any], cases: Sequence[_Case]) -> _Case | None:
 
 
 def _same(value: Any, wanted: Any) -> bool:
-    """Whether two values print the same; tuples are lists, and the space around a text does not count."""
+    """Whether two values print the same; tuples equal lists, and space around a text is ignored."""
     return _plain(value) == _plain(wanted)
 
 

@@ -1,4 +1,4 @@
-"""What a monitor reads: a rollout as text, with what its environment says of it."""
+"""The input of a monitor: a rollout as text, with its environment's description."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class WatchedTurn:
     """A turn as text, control tokens included."""
 
     prompt: str
-    """what the prompt adds to the turn before; of the first turn all of it"""
+    """the text that the prompt adds to the previous turn; for the first turn all of it"""
     reply: str
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     logs: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -26,9 +26,9 @@ class WatchedRollout:
     reward: float
     """its total reward"""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
-    """what the group's rewards said of it"""
+    """its metrics from the group's rewards"""
     info: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """what its environment says of it (`EnvGroupBuilder.describe_members`)"""
+    """the environment's description of it (`EnvGroupBuilder.describe_members`)"""
     tags: Sequence[str] = ()
     stop_reason: str | None = None
 

@@ -1,4 +1,4 @@
-"""Write a program, which is graded by tests. The policy sees what failed and may revise the program.
+"""Write a program, which is graded by tests. The policy sees failed tests and may revise the program.
 
 The reward is the share of hidden tests that the last program passes (or 1 for all of them), minus `format_coef` if it is not in a
 code block. Feedback gives only the number of failed hidden tests; errors and the tests that the question shows are given in full.
@@ -33,7 +33,7 @@ from tinker_cookbook.utils.fields import FieldGroup, docs, fill
 
 SYSTEM = "Solve the problem in Python. Put the whole program between ```python and ```."
 NO_CODE = "There is no code block in this reply. Put the whole program between ```python and ```."
-LONGEST_SHOWN = 500
+MAX_SHOWN = 500
 """Characters of an input or output that feedback shows."""
 
 
@@ -43,7 +43,7 @@ class CodeRewardKeys(FieldGroup):
 
     partial_credit: bool = chz.field(default=True, doc="pay the share of hidden tests passed; False: 1 for all, else 0")
     format_coef: float = chz.field(
-        default=0.1, doc="what a reply without a code block costs", validator=chz.validators.ge(0)
+        default=0.1, doc="penalty of a reply without a code block", validator=chz.validators.ge(0)
     )
     shown_tests: int = chz.field(
         default=2,
@@ -58,7 +58,7 @@ class CodeRewards(CodeRewardKeys):
 
 
 def question_text(problem: CodeProblem, shown: int) -> str:
-    """The statement with what is wanted, and the first tests as examples."""
+    """The statement with the instructions, and the first tests as examples."""
     parts = [problem.question.strip()]
     if problem.function is None:
         parts.append("Read from stdin and write to stdout.")
@@ -82,7 +82,7 @@ def _call(problem: CodeProblem, test: CodeTest) -> str:
 
 def _cut(text: str) -> str:
     text = text.strip("\n")
-    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def feedback(problem: CodeProblem, result: Grade, shown: int) -> str:
@@ -110,8 +110,8 @@ class CodeEnv(MessageEnv):
     """One problem, and up to `max_turns` programs for it.
 
     Args:
-        limits: of each test.
-        rewards: of programs.
+        limits: limits of each test.
+        rewards: rewards of programs.
     """
 
     def __init__(

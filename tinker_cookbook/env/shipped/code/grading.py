@@ -17,7 +17,7 @@ from tinker_cookbook.utils.narrowing import is_list, is_mapping
 TOLERANCE = 1e-6
 """Relative and absolute, for numbers with a decimal point or an exponent."""
 START_SECONDS = 5.0
-"""What a run may take beyond its tests."""
+"""Time limit of a run in addition to its tests."""
 OUTPUT_SLACK = 4096
 """Bytes that a test may write beyond twice the longest expected output."""
 
@@ -26,7 +26,7 @@ Status = Literal["passed", "wrong", "error", "timeout", "compile", "not run"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a test went. `output` is what came out, `error` what went wrong; each may be empty."""
+    """The result of a test, with its output and error; either may be empty."""
 
     status: Status
     output: Any = ""
@@ -35,7 +35,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Grade:
-    """How a program did, test by test."""
+    """The results of a program, test by test."""
 
     outcomes: tuple[Outcome, ...]
 
@@ -60,11 +60,11 @@ async def grade(
     """Run a program on its tests.
 
     Args:
-        limits: wall and CPU time are those of each test; the others, of all together.
-        tests: None: those of the problem.
+        limits: wall and CPU time apply to each test, the others to all together.
+        tests: None: the problem's tests.
 
     Raises:
-        SandboxError: the sandbox failed; the program is not to blame.
+        SandboxError: the sandbox itself failed, not the program.
     """
     tests = problem.tests if tests is None else tests
     most = 2 * max(len(_as_text(test.output)) for test in tests) + OUTPUT_SLACK
@@ -93,7 +93,7 @@ def _runner() -> str:
 
 
 def read_outcomes(result: SandboxResult, tests: Sequence[CodeTest]) -> tuple[Outcome, ...]:
-    """The outcome of each test. A program may write anything to the runner's output: what cannot be parsed counts as failed."""
+    """The outcome of each test. A program can write anything to the runner's output: an unparsable line counts as failed."""
     lines = [_read_line(line) for line in result.stdout.splitlines()]
     if lines and lines[0].get("status") == "compile":
         return (Outcome("compile", error=str(lines[0].get("error"))[:500]),) * len(tests)

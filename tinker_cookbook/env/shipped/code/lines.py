@@ -36,7 +36,7 @@ SHOWN, CHECKED = (-3, 0, 2, 5), tuple(range(-12, 25))
 MOST_STEPS = 3
 LONGEST_REPLY = 200
 LARGEST = 10**12
-"""Beyond this, a reply is wrong."""
+"""Largest absolute value; a reply beyond it is wrong."""
 _STEPS: dict[str, tuple[str, Callable[[int, int], int], Sequence[int]]] = {
     "add {c}": ("{x} + {c}", lambda x, c: x + c, range(1, 10)),
     "subtract {c}": ("{x} - {c}", lambda x, c: x - c, range(1, 10)),
@@ -48,7 +48,7 @@ _STEPS: dict[str, tuple[str, Callable[[int, int], int], Sequence[int]]] = {
     "square": ("{x} ** 2", lambda x, c: x**2, (0,)),
     "drop the sign": ("abs({x})", lambda x, c: abs(x), (0,)),
 }
-"""A step in words -> as an expression of what comes before, as a function, its constants."""
+"""A step in words -> its expression of the previous value, its function, its constants."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class LineProgram:
     """A one-line function.
 
     Attributes:
-        words: what it does, step by step.
+        words: description, step by step.
         line: its expression in x.
-        values: what it gives for CHECKED: its identity.
+        values: its results for CHECKED, which are its identity.
     """
 
     words: str
@@ -67,7 +67,7 @@ class LineProgram:
 
     @property
     def is_held_out(self) -> bool:
-        """Whether it belongs to the test split; a program of one step never does, so that each step can be learnt."""
+        """Whether it belongs to the test split; a program of one step never does, so every step can be learned."""
         if self.values in _one_step_values():
             return False
         return hashlib.sha256(repr(self.values).encode()).digest()[0] % EVERY == 0
@@ -82,7 +82,7 @@ def evaluate_line(line: str, x: int) -> int:
         raise ValueError(f"longer than {LONGEST_REPLY} characters")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the parser, about odd literals
+            warnings.simplefilter("ignore")  # the parser warns about odd literals
             tree = ast.parse(line.strip(), mode="eval")
         return _value(tree.body, x)
     except (SyntaxError, ZeroDivisionError, RecursionError, MemoryError) as error:
@@ -168,14 +168,14 @@ def line_programs(steps: int) -> tuple[LineProgram, ...]:
 
 
 def split_programs(steps: int, split: Split) -> list[LineProgram]:
-    """The training or the held-out programs, in a drawn order that is always the same."""
+    """The training or the held-out programs, in a fixed random order."""
     programs = [program for program in line_programs(steps) if program.is_held_out == (split == "test")]
     random.Random(derive_seed("code_lines", steps)).shuffle(programs)
     return programs
 
 
 def question_text(program: LineProgram, style: Style) -> str:
-    """What is asked."""
+    """The question."""
     if style == "words":
         return f"{program.words}\ndef f(x): return"
     examples = "\n".join(f"f({x}) = {program.values[CHECKED.index(x)]}" for x in SHOWN)

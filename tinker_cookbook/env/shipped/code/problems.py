@@ -31,7 +31,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
 
 @chz.chz(typecheck=True)
 class ProblemColumns:
-    """Columns of a dataset with other names than those of COLUMNS."""
+    """Columns of a dataset whose names differ from COLUMNS."""
 
     id: str | None = chz.field(default=None, doc="column of the problem's name")
     question: str | None = chz.field(default=None, doc="column of the statement")
@@ -50,7 +50,7 @@ class CodeTest:
 
     Attributes:
         input: stdin of a program, or the list of a function's arguments.
-        output: its stdout, or what the function returns, as JSON has it.
+        output: its stdout, or the function's result, as JSON.
     """
 
     input: Any
@@ -64,7 +64,7 @@ class CodeProblem:
     Attributes:
         question: the statement, without examples.
         function: the name of the function to write; None: a program that reads stdin and writes stdout.
-        starter_code: what the solution begins with; may be empty.
+        starter_code: start of the solution; may be empty.
         solution: one that passes; empty: unknown.
     """
 
@@ -84,7 +84,7 @@ def load_problems(
     Args:
         dataset: problems (shipped), deepcoder, a .jsonl, .csv or .parquet file, a hub id or a folder in the same form. A file
             has no test problems.
-        columns: where they have other names than COLUMNS.
+        columns: names of columns that differ from COLUMNS.
         bad: handles rows that are not problems; None: the first one raises.
 
     Raises:
@@ -187,7 +187,7 @@ def _taco(tests: Mapping[str, Any]) -> list[dict[str, Any]]:
     if not is_list(inputs) or not is_list(outputs) or len(inputs) != len(outputs):
         raise DataFormatError("inputs and outputs must be lists of the same length")
     is_function = bool(tests.get("fn_name"))
-    # TACO wraps what a function returns in a list of one.
+    # TACO wraps a function's result in a list of one.
     return [
         {"input": given, "output": wanted[0] if is_function and is_list(wanted) and len(wanted) == 1 else wanted}
         for given, wanted in zip(inputs, outputs, strict=True)

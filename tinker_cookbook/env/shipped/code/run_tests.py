@@ -82,7 +82,7 @@ def start(code: CodeType, function: str | None, given: Any) -> tuple[int, int, i
 
 
 def follow(out: int, report: int, seconds: float, most_bytes: int) -> tuple[dict[int, bytes], str]:
-    """Read both to their ends; returns what was read, and whether it ended in time and within its size."""
+    """Read both to their ends; returns the data, and whether the process ended in time and within the size limit."""
     read, until = {out: b"", report: b""}, time.monotonic() + seconds
     waiting = [out, report]
     while waiting:
@@ -106,7 +106,7 @@ def run_test(code: CodeType, function: str | None, given: Any, seconds: float, m
     try:
         os.killpg(child, signal.SIGKILL)
     except ProcessLookupError:
-        os.kill(child, signal.SIGKILL)  # it has not become a group of its own yet
+        os.kill(child, signal.SIGKILL)  # it is not yet in its own group
     _, status = os.waitpid(child, 0)
     os.close(out)
     os.close(report)

@@ -21,7 +21,7 @@ MOST = 99
 
 
 def play_well(game: "SharedSum", role: str, rng: random.Random) -> str:
-    """Say the own number; add the number that was heard."""
+    """Say its number; add the number that it heard."""
     return say(game.numbers[TELLER] if role == TELLER else game.heard + game.numbers[ADDER])
 
 

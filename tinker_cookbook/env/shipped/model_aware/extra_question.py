@@ -16,7 +16,7 @@ from tinker_cookbook.renderers.decoding import decode_tokens, encode_text
 _STAND_INS = ("a7a", "b7b")
 """Message contents whose last token does not merge with the text that either format appends."""
 _CONTEXT = 64
-"""Tokens that surely hold as many characters as a format puts between a message and a reply."""
+"""Number of tokens that always covers the characters that a format puts between a message and a reply."""
 
 
 def add_text(renderer: Renderer, prompt: Sequence[int], text: str) -> list[int]:
@@ -42,7 +42,7 @@ def add_text(renderer: Renderer, prompt: Sequence[int], text: str) -> list[int]:
 
 
 def _after_message(renderer: Renderer) -> tuple[str, list[int]]:
-    """What follows the last message of a prompt: its text, and those of its ids that do not depend on the message."""
+    """The end of a prompt after its last message: its text, and its ids that do not depend on the message."""
     one, other = (
         renderer.build_generation_prompt([{"role": "user", "content": content}]).to_ints() for content in _STAND_INS
     )

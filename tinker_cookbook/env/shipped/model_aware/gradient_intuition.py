@@ -1,4 +1,4 @@
-"""Gradient intuition: predict, together with an answer, what training on this answer would do to the policy.
+"""Gradient intuition: predict, together with an answer, how training on this answer would change the policy.
 
 Wraps any environment. Every prompt is the inner prompt plus a probe, which is a question with its answer. The reply
 has two parts: PREDICTION, a signed number, and ANSWER, the only part that the inner environment sees. For each answer

@@ -1,4 +1,4 @@
-"""Gradient prophet: predict what a lesson in the prompt will do to the policy's own answers.
+"""Gradient prophet: predict how a lesson in the prompt will change the policy's answers.
 
 `in_context` measures whether the policy knows by how much a lesson changes the logprob of a probe's answer, summed
 over its tokens, in nats. The reply is the number in brackets, [1.5] or [-0.25]; the reward is 1 / (1 + (true -

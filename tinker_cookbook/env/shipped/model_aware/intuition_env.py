@@ -30,7 +30,7 @@ _NUMBER = re.compile(r"[+-]?(?:[0-9]{1,6}(?:\.[0-9]{1,12})?|\.[0-9]{1,12})")
 _OF_THE_INNER_ENV = (
     "rollout_limits", "rollout_ended", "set_max_tool_calls", "set_parse_error_policy", "set_tool_execution", "set_tool_errors",
 )  # fmt: skip
-"""What `run_rollout` looks for in an env, and an inner one may have."""
+"""Optional methods that `run_rollout` looks for in an env."""
 
 
 class Intuition(NamedTuple):
@@ -74,7 +74,7 @@ def read_reply(renderer: Renderer, action: Sequence[int]) -> tuple[Intuition, li
 
 
 def _end_of_thinking(message: Message, whole: str) -> int:
-    """Where the reasoning that the renderer separates ends in a reply's text; it may contain drafts of the reply."""
+    """Index in a reply's text at which the separated reasoning ends; it may contain drafts of the reply."""
     end, content = 0, message["content"]
     for part in content if isinstance(content, list) else []:
         if part["type"] == "thinking" and (at := whole.find(part["thinking"].strip(), end)) >= 0:
@@ -100,7 +100,7 @@ class Turn(NamedTuple):
 
     @property
     def is_scored(self) -> bool:
-        """Whether there is a prediction, and something to train on."""
+        """Whether there is a prediction, and tokens to train on."""
         return self.predicted is not None and bool(self.answer)
 
 

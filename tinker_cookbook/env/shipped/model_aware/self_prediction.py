@@ -97,7 +97,7 @@ def load_environment(
 
     Args:
         questions: how many different ones there are.
-        further: how many more to hold out: a tenth of few questions is too few to measure with.
+        further: number of additional held-out questions, because a tenth of few questions is too few for a measurement.
 
     Raises ConfigurationError for arguments out of range.
     """

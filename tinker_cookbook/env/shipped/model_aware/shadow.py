@@ -16,7 +16,7 @@ from tinker_cookbook.supervised.common import datum_from_tokens_weights
 from tinker_cookbook.utils.lazy import tinker, torch
 
 SECONDS = 24 * 3600
-"""How long the states that the shadow starts from are kept."""
+"""How long the shadow's start states are stored."""
 
 
 class Shadow:
@@ -120,6 +120,6 @@ async def shadow_of(clients: RunClients) -> Shadow:
 
 
 def answer_datum(prompt: Sequence[int], answer: Sequence[int]) -> tinker.Datum:
-    """A datum whose loss is on the answer's ids alone."""
+    """A datum whose loss is only on the answer's ids."""
     weights = [0.0] * len(prompt) + [1.0] * len(answer)
     return datum_from_tokens_weights(torch.tensor([*prompt, *answer]), torch.tensor(weights))

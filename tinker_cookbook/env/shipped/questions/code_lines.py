@@ -27,7 +27,7 @@ OBJECTION_REQUEST = (
 )
 SUPPORT_REQUEST = "Which x may the judge look at? Begin with it, as in: f(7) is right."
 STEPS = 2
-"""Of a program, at most."""
+"""Maximum number of steps in a program."""
 
 _NAMED = re.compile(r"\s*f\((-?\d{1,3})\) is (?:wrong|right)\b")
 
@@ -44,7 +44,7 @@ def line_row(program: LineProgram) -> dict[str, str]:
 
 
 def value_of(line: str, x: int) -> int | None:
-    """What a line gives for an argument; None where it gives nothing (`evaluate_line`)."""
+    """The value of a line for an argument; None if it has none (`evaluate_line`)."""
     try:
         return evaluate_line(read_line(line), x)
     except ValueError:

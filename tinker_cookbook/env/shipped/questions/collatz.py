@@ -33,7 +33,7 @@ def labels_of(steps: int) -> str:
 
 
 LABELS = labels_of(12)
-"""Of the task collatz."""
+"""Step labels of the task collatz."""
 
 
 def request_of(steps: int) -> str:

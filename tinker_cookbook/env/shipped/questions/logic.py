@@ -18,7 +18,7 @@ LOGIC_SYSTEM = (
 NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn")
 
 Clue = Callable[[Sequence[str]], bool]
-"""Whether it holds for an order."""
+"""Whether an order satisfies it."""
 
 _BEFORE = re.compile(r"(\w+) stands somewhere before (\w+)\.")
 _NEXT = re.compile(r"(\w+) stands right before (\w+)\.")

@@ -12,7 +12,7 @@ QUOTES_SYSTEM = (
 )
 QUESTION_MARK = "\n\nQuestion: "
 LONGEST_QUOTE = 300
-"""A longer one points at nothing, in characters."""
+"""Maximum length of a quote in characters, so that it points at one sentence."""
 
 
 def article_of(question: str) -> str:

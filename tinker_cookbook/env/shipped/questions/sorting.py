@@ -1,4 +1,4 @@
-"""Sorting by insertion, written down: each step puts one more number in its place. Only a single step is quick to check."""
+"""Insertion sort, written down: each step inserts one more number. Only a single step is quick to check."""
 
 import re
 from typing import ClassVar

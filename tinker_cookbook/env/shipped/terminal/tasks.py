@@ -20,10 +20,10 @@ class TerminalTask:
     """A task.
 
     Attributes:
-        goal: what is to be done, in words.
+        goal: the task, in words.
         files: path -> content, at the start.
-        check: the command that decides, run in a copy of the folder as it is at the end.
-        check_files: put over the folder's for the check; the policy never sees them.
+        check: the command that decides, run in a copy of the final folder.
+        check_files: written over the folder's files for the check; the policy never sees them.
         expected: what the check must print, lines and spaces at its ends aside; None: its exit code decides. A check that
             runs what the policy wrote should be decided so: what a program prints is compared outside of its reach.
     """
@@ -57,7 +57,7 @@ def _texts(value: Any, name: str) -> dict[str, str]:
 
 
 def find_and_count(rng: random.Random) -> TerminalTask:
-    """A tree of files, in which some are to be counted."""
+    """A task to count some of the files in a tree."""
     word, other = rng.sample(WORDS, 2)
     ending = rng.choice(ENDINGS)
     files: dict[str, str] = {}
@@ -92,13 +92,13 @@ def _counts(files: Mapping[str, str], word: str, ending: str) -> list[tuple[str,
 
 @dataclass(frozen=True)
 class _Script:
-    """A script with places to break it.
+    """A script with possible faults.
 
     Attributes:
-        purpose: what it does.
+        purpose: its function, in words.
         text: the script that works.
         faults: text in it -> its replacement in a broken script.
-        inputs: draws a pair of what it reads and what it prints.
+        inputs: draws a pair of its stdin and its stdout.
     """
 
     name: str

@@ -1,6 +1,6 @@
-"""A terminal: the policy writes commands, reads what they print, and says when it is done; a check decides.
+"""A terminal: the policy writes commands, reads their output, and says when it is done; a check decides.
 
-A reply with a code block is a command for bash, in a working folder that lasts for the episode; only files last, and every
+A reply with a code block is a command for bash, in a working folder that persists for the episode; only files persist, and every
 command starts in that folder. A reply without one ends the episode. The reward is 1 if the check succeeds, else 0.
 """
 
@@ -34,7 +34,7 @@ class TerminalEnv(MessageEnv):
     """One task, and up to `max_turns` commands.
 
     Args:
-        limits: of each command.
+        limits: limits of each command.
     """
 
     def __init__(self, task: TerminalTask, sandbox: Sandbox, limits: SandboxLimits, max_turns: int):
