@@ -84,6 +84,12 @@ class TestRuns:
 
         assert asyncio.run(regrade_with(out, GSM8KBenchmarkBuilder())).pass_at_k == stored.pass_at_k
         assert asyncio.run(regrade_with(out, Stricter())).score == 0.5
+        (file,) = out.rglob("trajectories.jsonl")
+        file.write_text(file.read_text().replace('"reply":', '"answer":'))  # as of a benchmark of another kind
+        with pytest.raises(
+            ConfigurationError, match="replies without the logs of a QuestionBenchmark; use regrade_traj"
+        ):
+            asyncio.run(regrade_with(out, Stricter()))
 
     def test_a_second_call_samples_nothing(self, tmp_path: Path) -> None:
         rows = [{"question": "1 + 1?", "answer": "#### 2"}]

@@ -114,6 +114,10 @@ async def regrade_with(save_dir: str | Path, benchmark: QuestionBenchmark) -> Be
     rewards: list[float] = []
     for one in tries:
         if "reply" not in one.logs:
+            if _last_reply(one):
+                raise ConfigurationError(
+                    f"{_folder(save_dir, benchmark.name)} has replies without the logs of a QuestionBenchmark; use regrade_trajectories"
+                )
             rewards.append(0.0)  # the prompt was too long
             continue
         graded = benchmark.grade(logged_item(one.logs), _last_reply(one))
