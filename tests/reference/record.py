@@ -21,8 +21,9 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.reference.observe import observe_family, pack
 from tests.reference.subjects import FAMILIES
-from tinker_cookbook.models import hyperparameters as hyperparam_utils
-from tinker_cookbook.models import info as model_info
+
+# By the paths of the library that is recorded, which has no `models`.
+from tinker_cookbook import hyperparam_utils, model_info
 from tinker_cookbook.renderers import ToolCall, get_renderer
 
 GPT_OSS_DATE = "2025-08-05"  # that of our renderer, so that neither depends on the day
