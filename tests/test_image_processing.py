@@ -77,7 +77,7 @@ class TestProcessors:
     @pytest.mark.parametrize(
         ("files", "said"),
         [
-            ({}, "there is no image processor in this folder; a model that sees has a preprocessor_config.json"),
+            ({}, "there is no image processor in this folder; a vision model has a preprocessor_config.json"),
             ({"preprocessor_config.json": "{"}, "no image processor could be loaded"),
             ({"preprocessor_config.json": '{"image_processor_type": "NoSuch"}'}, "no image processor could be loaded"),
         ],

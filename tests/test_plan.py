@@ -25,7 +25,7 @@ def test_a_folder_is_read_without_its_weights(tmp_path: Path) -> None:
 
 
 def test_an_unknown_name_is_answered_with_near_ones() -> None:
-    with pytest.raises(ModelLoadError, match=r"model='qwen3-4bb' is no directory.*some are qwen3-4b"):
+    with pytest.raises(ModelLoadError, match=r"model='qwen3-4bb' is not a directory.*some known names are qwen3-4b"):
         config_of("qwen3-4bb")
 
 
@@ -63,18 +63,16 @@ def test_rows_with_one_wide_cell_widen_no_column() -> None:
 
 
 def test_as_a_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    command = [sys.executable, "-m", "tinker_local_backend.plan", "model=qwen3-0.6b", "gpu_gib=24,80"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and "tokens in a pass" in done.stdout and "GiB of each share" in done.stdout
+    def shown(*words: str) -> str:
+        command = [sys.executable, "-m", "tinker_local_backend.plan", *words]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
-    def ending(*words: str) -> tuple[object, str]:
-        monkeypatch.setattr(sys, "argv", ["plan", *words])
-        with pytest.raises(SystemExit) as ended:
-            run(main, parse(Config))
-        shown = capsys.readouterr()
-        return ended.value.code, shown.out + shown.err
-
-    assert ending("model=qwen3-0.6b", "gpu_gib=0") == (2, "error: gpu_gib must be numbers above 0, got 0.0\n")
-    code, text = ending("--help")
-    assert code == 0
+    text = shown("model=qwen3-0.6b", "gpu_gib=24,80")
+    assert "tokens in a pass" in text and "GiB of each share" in text
+    text = shown("--help")
     assert "longest datum: tokens" in text and "gpu_gib" in text and "snapshots (sampled from)" in text
+
+    monkeypatch.setattr(sys, "argv", ["plan", "model=qwen3-0.6b", "gpu_gib=0"])
+    with pytest.raises(SystemExit) as ended:
+        run(main, parse(Config))
+    assert (ended.value.code, capsys.readouterr().err) == (2, "error: gpu_gib must be numbers above 0, got 0.0\n")

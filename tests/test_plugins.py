@@ -172,7 +172,7 @@ def test_parameters():
     assert parameter_problem(lambda *anything: 0, names) is None
     assert parameter_problem(lambda a, b, c, d=1: 0, names) is None
     assert parameter_problem(lambda a, b, c, *, key: 0, names) == (
-        "takes (a, b, c, *, key), and will be called with (question, reply, answer)"
+        "takes (a, b, c, *, key), but will be called with (question, reply, answer)"
     )
 
 

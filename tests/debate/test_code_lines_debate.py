@@ -141,7 +141,7 @@ class TestWarmUp:
         ("keys", "message"),
         [
             (["rows=lines"], "rows='lines' is unknown"),
-            (["rows=code_lines", "config.max_terms=2"], "config is of reasoning_gym:NAME"),
+            (["rows=code_lines", "config.max_terms=2"], "config is only for reasoning_gym:NAME"),
         ],
     )
     def test_mistakes(self, keys: list[str], message: str) -> None:

@@ -273,11 +273,11 @@ def takes_two(self, first, second): ...
         (of_class(build=takes_two), "build takes second, which is not available"),
         (
             of_class(initial_observation=lambda self: "Go.", step=lambda self: 1.0),
-            r"step takes \(\), and will be called with \(action_text\)",
+            r"step takes \(\), but will be called with \(action_text\)",
         ),
         (
             of_class(initial_observation=lambda self, seed: "Go.", step=len),
-            r"initial_observation takes \(seed\), and will",
+            r"initial_observation takes \(seed\), but will",
         ),
         (of_class(initial_observation=lambda self: 3, step=len), "initial_observation gave 3; it gives a text"),
         (

@@ -109,7 +109,7 @@ def test_a_builder_of_ones_own_is_filled_by_the_names_of_its_fields() -> None:
         (
             type("Two", (), {"step": lambda self, a, b: 1}),
             {},
-            r"Two.step takes \(self, a, b\), and will be called with",
+            r"Two.step takes \(self, a, b\), but will be called with",
         ),
         (type("Half", (MessageEnv,), {}), {}, "Half lacks initial_observation, step"),
         (3, {}, "is neither a class nor a function, but int"),

@@ -280,7 +280,7 @@ def test_a_rubric_s_own_objects_are_given_by_name() -> None:
     rubric = {"funcs": [right, anything, shortest, plain], "class_objects": objects}
     assert play(rubric=rubric, replies=("3!", "four")).get_total_rewards() == [2111.0, 4010.0]
     with pytest.raises(
-        ConfigurationError, match=r"takes reader, which nothing gives; .*, info, parser, unused, or, for a"
+        ConfigurationError, match=r"takes reader, which is not available; .*, info, parser, unused, or, for a"
     ):
         play(rubric={"funcs": [lambda reader: 1.0], "class_objects": objects})
 

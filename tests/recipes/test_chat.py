@@ -135,7 +135,7 @@ class TestSystemPrompts:
         assert "no log_path is given; set system=" in talk.error("run_system=True")
         assert "give one of them" in talk.error("run_system=True", "system=Rhyme.", f"log_path={run}")
         (run / "run_metadata.json").write_text("{}")
-        assert "tells of none" in talk.error("run_system=True", f"log_path={run}")
+        assert "has none; set system=" in talk.error("run_system=True", f"log_path={run}")
 
 
 class TestRefusals:

@@ -131,7 +131,7 @@ def test_a_folder_is_checked_for_what_its_version_had(folder: Path) -> None:
     rewrite(folder / "run_metadata.json", lambda metadata: metadata.pop("folder_version"))
     assert found(folder) == {}
     rewrite(folder / "run_metadata.json", lambda metadata: metadata.update(folder_version=99))
-    assert "folder_version 99 is of later code" in found(folder)["metadata"][0]
+    assert "folder_version 99 is from later code" in found(folder)["metadata"][0]
 
 
 def test_a_folder_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

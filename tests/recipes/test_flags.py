@@ -71,7 +71,7 @@ def test_flags_become_the_recipe_s_keys() -> None:
     [
         (
             "--mode debate --turbo",
-            r"'--turbo' is not known; there are --mode, .*--no-proxy, and the recipe's own key=value",
+            r"'--turbo' is not known; there are --mode, .*--no-proxy, and the recipe's key=value",
         ),
         ("--mode debate qa", "'qa' is not known"),
         ("--mode debate -n", "-n needs a value"),

@@ -351,7 +351,7 @@ def test_llama3_writes_a_call_by_itself() -> None:
         Message(role="assistant", content="so", tool_calls=[call]),
         Message(role="assistant", content="", tool_calls=[call, call]),
     ):
-        with pytest.raises(RendererError, match="message 1: in the Llama 3 format a call is a message of its own"):
+        with pytest.raises(RendererError, match="message 1: in the Llama 3 format a call is a separate message"):
             make("llama3_tools").build_supervised_example([user, calling])
     opening = make("llama3_tools").create_conversation_prefix_with_tools(TOOLS)
     with pytest.raises(RendererError, match="the conversation has none; add one"):

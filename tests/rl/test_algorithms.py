@@ -30,7 +30,7 @@ class TestLosses:
             ("importance_sampling", {"clip_low_threshold": 0.8}, "clip_low_threshold"),
             ("ppo", {"epsilon": 0.2}, "epsilon"),
             ("ppo", {"temperature": 0.7}, "local engine"),
-            ("stable_reinforce", {"weight_cap": 3.0}, "'weight_cap', which only the local engine knows"),
+            ("stable_reinforce", {"weight_cap": 3.0}, "'weight_cap', which only the local engine supports"),
             ("stable_reinforce", {"clip_low_threshold": 0.8}, "takes .*'weight_cap'"),
         ],
     )

@@ -118,7 +118,7 @@ def test_what_a_config_may_say() -> None:
     ):
         check_loss("pppo", None, "local")
     with pytest.raises(
-        ConfigurationError, match=r"takes \(a, b\), and will be called with \(logprobs, sampling_logprobs"
+        ConfigurationError, match=r"takes \(a, b\), but will be called with \(logprobs, sampling_logprobs"
     ):
         check_loss(cast(Any, lambda a, b: 0), None, "local")
     with pytest.raises(ConfigurationError, match=r"loss_fn_config=.*is for the built-in losses"):

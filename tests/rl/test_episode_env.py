@@ -90,7 +90,7 @@ def test_without_a_strategy_it_ends_the_group() -> None:
 
 def test_limits_of_single_turns_are_refused() -> None:
     config = RolloutConfig(limits=RolloutLimits(max_turns=2))
-    with pytest.raises(ConfigurationError, match="rollout: Choir asks the policy itself"):
+    with pytest.raises(ConfigurationError, match="rollout: Choir calls the policy itself"):
         asyncio.run(do_group_rollout(Choirs(), Keyed(), config=config))
 
 

@@ -367,7 +367,7 @@ class TestRefusals:
         message = self.refused(service, make_config(tmp_path / "run", min_p=0.1, **hosted))
         assert "min_p=0.1: the hosted service does not offer it" in message and "backend=local" in message
         matched = make_config(tmp_path / "run", temperature=0.7, loss_fn_config={"temperature": 0.7}, **hosted)
-        assert "only the local engine knows" in self.refused(service, matched)
+        assert "only the local engine supports" in self.refused(service, matched)
 
     def test_unknown_loss(self, service: FakeServiceClient, tmp_path: Path) -> None:
         message = self.refused(service, make_config(tmp_path / "run", loss_fn="reinforce"))

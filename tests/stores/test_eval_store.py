@@ -84,5 +84,5 @@ def test_bad_names_damaged_files_and_stores_without_a_folder(store: EvalStore, t
     with pytest.raises(DataFormatError, match=r"metadata\.json"):
         store.list_runs()
     remote = EvalStore(FsspecStorage(fsspec.filesystem("memory"), "eval-store"))
-    with pytest.raises(ConfigurationError, match="no local folder"):
+    with pytest.raises(ConfigurationError, match="not in a local folder"):
         remote.run_dir(remote.create_run("m", []))
