@@ -11,6 +11,7 @@ which only these tests can be imported:
 Nothing that this file imports may import our package.
 """
 
+import importlib
 import json
 import sys
 from functools import partial
@@ -21,10 +22,11 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.reference.observe import observe_family, pack
 from tests.reference.subjects import FAMILIES
+from tinker_cookbook.renderers import ToolCall, get_renderer
 
 # By the paths of the library that is recorded, which has no `models`.
-from tinker_cookbook import hyperparam_utils, model_info
-from tinker_cookbook.renderers import ToolCall, get_renderer
+hyperparam_utils: Any = importlib.import_module("tinker_cookbook.hyperparam_utils")
+model_info: Any = importlib.import_module("tinker_cookbook.model_info")
 
 GPT_OSS_DATE = "2025-08-05"  # that of our renderer, so that neither depends on the day
 HOSTED = ("llama", "qwen", "deepseek", "gpt_oss", "moonshot", "nvidia", "zai", "thinkingmachines")

@@ -115,8 +115,9 @@ async def regrade_with(save_dir: str | Path, benchmark: QuestionBenchmark) -> Be
     for one in tries:
         if "reply" not in one.logs:
             if _last_reply(one):
+                where = _folder(save_dir, benchmark.name)
                 raise ConfigurationError(
-                    f"{_folder(save_dir, benchmark.name)} has replies without the logs of a QuestionBenchmark; use regrade_trajectories"
+                    f"{where} has replies without the logs of a QuestionBenchmark; use regrade_trajectories"
                 )
             rewards.append(0.0)  # the prompt was too long
             continue
