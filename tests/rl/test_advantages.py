@@ -386,5 +386,5 @@ class TestCreditOfTurns:
         assert found == [[-1.0, 5.0], [1.0, 0.0], [0.0, 9.0]]
         found = advantages(self.members(), credit="turn", baseline="none", later_baseline="mean")
         assert found == [[1.0, -2.0], [3.0, 0.0], [2.0, 2.0]]
-        with pytest.raises(ConfigurationError, match="later_baseline=mean needs .* each turn; add credit=turn"):
+        with pytest.raises(ConfigurationError, match=r"later_baseline=mean needs .* each turn; add credit=turn"):
             AdvantageConfig(later_baseline="mean")
