@@ -1,4 +1,8 @@
-"""Runs in Modal sandboxes (modal.com, package `modal`, `modal token new`): one per run, without network."""
+"""Runs in Modal sandboxes (modal.com, package `modal`, `modal token new`): one per run, without network.
+
+`wall_s`, `memory_mb` and `output_kb` are enforced, and a run that exceeds `wall_s` returns no output. `cpu_s` and `processes`
+are not: the sandbox contains the program, and ends with the run.
+"""
 
 from __future__ import annotations
 
