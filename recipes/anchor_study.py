@@ -6,7 +6,7 @@ others, since soon most have none, and the rate falls to 0.
 Each comes with what other libraries publish for the full task with large models: the shape that a curve should have, not
 numbers that these runs should reach.
 
-    python -m recipes.anchor_study quick=True processes=2      # 15 runs, less than ten minutes on two free cores
+    python -m recipes.anchor_study quick=True processes=2      # 12 runs, less than ten minutes on two free cores
     python -m recipes.anchor_study sweep_dir=anchors           # 15 longer ones; the same command resumes
     python -m recipes.anchor_study tasks=wordle set.warm_up_steps=480
 
@@ -75,20 +75,24 @@ TASKS: Mapping[str, Task] = {
 class CLIConfig(StudyKeys):
     """Keys of `python -m recipes.anchor_study`."""
 
-    tasks: tuple[str, ...] = chz.field(default=tuple(TASKS), doc=f"which to run: {', '.join(TASKS)}")
+    tasks: tuple[str, ...] = chz.field(
+        default=(), doc=f"which to run: {', '.join(TASKS)}; default: all, in the quick form all but the last"
+    )
 
     @chz.validate
     def _check_tasks(self) -> None:
         if unknown := [name for name in self.tasks if name not in TASKS]:
             raise ConfigurationError(f"tasks={unknown[0]} is unknown; use {', '.join(TASKS)}")
-        if not self.tasks:
-            raise ConfigurationError("tasks must name at least one")
+
+    def chosen(self) -> tuple[str, ...]:
+        """The names of the tasks to run."""
+        return self.tasks or tuple(TASKS)[: -1 if self.quick else None]
 
 
 def parts(cli: CLIConfig) -> list[Part]:
     """A part per task."""
     found: list[Part] = []
-    for name in cli.tasks:
+    for name in cli.chosen():
         task = TASKS[name]
         steps = task.quick_steps if cli.quick else task.steps
         fixed = {**LEAN_RL, **task.keys, STEPS_KEY: steps, "eval_every": max(1, steps // EVALUATIONS), **cli.set}
@@ -124,7 +128,7 @@ def tables(cli: CLIConfig, runs: "pandas.DataFrame") -> list[Section]:
     def shown(name: str, measured: str) -> str:
         return cell(over_seeds(runs, {PART: name}, measured, (0.0, 1.0) if measured.startswith("right") else ANY))
 
-    rows = [[name, *(shown(name, measured) for measured in measures), TASKS[name].published] for name in cli.tasks]
+    rows = [[name, *(shown(name, measured) for measured in measures), TASKS[name].published] for name in cli.chosen()]
     title = "Held-out reward, and the share of held-out questions right; mean over seeds [95 % interval]"
     return [Section(title, columns, rows)]
 
@@ -132,7 +136,7 @@ def tables(cli: CLIConfig, runs: "pandas.DataFrame") -> list[Section]:
 def sentences(cli: CLIConfig, runs: "pandas.DataFrame") -> list[str]:
     """Which tasks rose, and whether the sums were solved."""
     words = {1: list[str](), 0: list[str](), -1: list[str]()}
-    for name in cli.tasks:
+    for name in cli.chosen():
         rise = over_seeds(runs, {PART: name}, "rise")
         if rise is not None and not math.isnan(rise.low):
             words[(rise.low > 0) - (rise.high < 0)].append(f"{name} {cell(rise)}")
@@ -141,7 +145,7 @@ def sentences(cli: CLIConfig, runs: "pandas.DataFrame") -> list[str]:
         for sign, how in ((1, "rose"), (-1, "fell"), (0, "neither rose nor fell by more than the interval"))
         if words[sign]
     ]
-    for name in cli.tasks:
+    for name in cli.chosen():
         if TASKS[name].recipe == _SUMS:
             best = runs[runs[PART] == name]["right_best"]
             said.append(f"Of {len(best)} runs of {name} {int((best >= SOLVED).sum())} came to {SOLVED:g} right.")

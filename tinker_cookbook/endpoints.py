@@ -26,7 +26,7 @@ from tinker_cookbook.exceptions import ConfigurationError, EndpointError
 from tinker_cookbook.field_groups import LongestReply, SamplingSeed, Temperature
 from tinker_cookbook.renderers import Message, ToolCall, get_text_content
 from tinker_cookbook.renderers.content import ensure_list
-from tinker_cookbook.utils.fields import docs
+from tinker_cookbook.utils.fields import FieldGroup, docs
 from tinker_cookbook.utils.files import read_json_object, write_json
 from tinker_cookbook.utils.lazy import httpx
 from tinker_cookbook.utils.narrowing import is_object
@@ -42,7 +42,14 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 30.0
 
 
 @chz.chz(typecheck=True)
-class EndpointConfig:
+class Retries(FieldGroup):
+    """How often a request is repeated."""
+
+    max_retries: int = chz.field(default=5, doc="retries after a transient error", validator=chz.validators.ge(0))
+
+
+@chz.chz(typecheck=True)
+class EndpointConfig(Retries):
     """A model behind an OpenAI-compatible endpoint. The methods take the user's name for this config, for errors."""
 
     base_url: str | None = chz.field(
@@ -59,7 +66,6 @@ class EndpointConfig:
         default=16, doc="concurrent requests of this process", validator=chz.validators.gt(0)
     )
     timeout_seconds: float = chz.field(default=120.0, doc="time limit of one attempt", validator=chz.validators.gt(0))
-    max_retries: int = chz.field(default=5, doc="retries after a transient error", validator=chz.validators.ge(0))
     send_seed: bool = chz.field(
         default=True, doc="send a seed with each request; False for endpoints that refuse the field"
     )
@@ -121,13 +127,15 @@ class EndpointConfig:
 
 
 @chz.chz(typecheck=True)
-class AskConfig(LongestReply, Temperature, SamplingSeed, max_tokens=256, temperature=0.0):
+class AskConfig(LongestReply, Temperature, SamplingSeed, Retries, max_tokens=256, temperature=0.0, max_retries=1):
     """A model whose replies a program parses: grades or verdicts."""
 
-    DOCS = docs(seed="seed of its replies; combined with the key of each request")
+    DOCS = docs(
+        seed="seed of its replies; combined with the key of each request",
+        max_retries="retries after an unreadable reply",
+    )
 
     endpoint: EndpointConfig = chz.field(default_factory=EndpointConfig, doc="the endpoint to query")
-    max_retries: int = chz.field(default=1, doc="retries after an unreadable reply", validator=chz.validators.ge(0))
 
     def open_endpoint(self, name: str) -> EndpointCompleter:
         """A completer for the endpoint of the config that the user calls `name`. Raises as EndpointConfig.check."""

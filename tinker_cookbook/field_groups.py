@@ -107,11 +107,17 @@ class Temperature(FieldGroup):
 
 
 @chz.chz(typecheck=True)
-class Truncation(FieldGroup):
+class TopP(FieldGroup):
+    """Nucleus sampling."""
+
+    top_p: float = chz.field(default=1.0, doc="sample from the likeliest tokens with this total probability; 1: all")
+
+
+@chz.chz(typecheck=True)
+class Truncation(TopP, FieldGroup):
     """Truncation of the sampling distribution."""
 
     top_k: int = chz.field(default=-1, doc="sample from the k likeliest tokens only; -1: all")
-    top_p: float = chz.field(default=1.0, doc="sample from the likeliest tokens with this total probability; 1: all")
     min_p: float = chz.field(
         default=0.0,
         doc="sample from tokens with at least this fraction of the likeliest one's probability; 0: all (local engine)",

@@ -7,7 +7,7 @@ import chz
 
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.clients import SamplingClient
-from tinker_cookbook.field_groups import CheckpointKey, LongestReply, ServiceKeys, Temperature
+from tinker_cookbook.field_groups import CheckpointKey, LongestReply, ServiceKeys, Temperature, TopP
 from tinker_cookbook.renderers import Message, Renderer, format_content_as_string
 from tinker_cookbook.utils.fields import fill
 from tinker_cookbook.utils.lazy import tinker
@@ -15,11 +15,10 @@ from tinker_cookbook.weights_config import WeightsConfig
 
 
 @chz.chz
-class Config(CheckpointKey, LongestReply, Temperature, ServiceKeys, temperature=0.7):
+class Config(CheckpointKey, LongestReply, Temperature, TopP, ServiceKeys, temperature=0.7, top_p=0.9):
     """The policy to talk to, and how its replies are sampled."""
 
     base_model: str = chz.field(default="Qwen/Qwen3.5-9B-Base", doc="the model, if model_path is not given")
-    top_p: float = chz.field(default=0.9, doc="sample from the likeliest tokens of this probability")
 
 
 class ChatSession:
