@@ -4,15 +4,17 @@ import asyncio
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.fakes import FakeServiceClient
 from tests.rl.loop import NumberDatasetBuilder, NumberEnv, make_config, rows, trains_nothing, untimed
-from tinker_cookbook.exceptions import TrainingError, ZeroAdvantageError
+from tinker_cookbook.exceptions import TrainingError, UntrainedRunError, ZeroAdvantageError
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.types import InitialObservationOverflow
+from tinker_cookbook.rl.untrained import UntrainedSteps
 
 ALL_ALIKE = NumberDatasetBuilder(batches=5, groups=2, constant_groups=2)
 
@@ -169,3 +171,12 @@ def test_a_step_that_trains_begins_the_count_anew(service: FakeServiceClient, tm
     run(make_config(tmp_path, NumberDatasetBuilder(batches=6), save_every=1))
     counted = [record["zero_advantage_steps"] for record in rows(tmp_path, "checkpoints.jsonl")]
     assert skipped(tmp_path) == [1, 1, 0, 1, 1, 0] and counted[:5] == [1, 2, 0, 1, 2]
+
+
+def test_a_single_trained_token_is_enough_for_a_run(tmp_path: Path) -> None:
+    session: Any = SimpleNamespace(progress=SimpleNamespace(trained_tokens=1), run=SimpleNamespace(log_path=tmp_path))
+    steps = UntrainedSteps(make_config(tmp_path, ALL_ALIKE), session)
+    steps.check_run(5)
+    session.progress.trained_tokens = 0
+    with pytest.raises(UntrainedRunError, match="none of its 5 batches"):
+        steps.check_run(5)
