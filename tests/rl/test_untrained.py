@@ -14,7 +14,7 @@ from tests.rl.loop import NumberDatasetBuilder, NumberEnv, make_config, rows, tr
 from tinker_cookbook.exceptions import TrainingError, UntrainedRunError, ZeroAdvantageError
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.types import InitialObservationOverflow
-from tinker_cookbook.rl.untrained import UntrainedSteps
+from tinker_cookbook.rl.untrained import UntrainedSteps, why_untrained
 
 ALL_ALIKE = NumberDatasetBuilder(batches=5, groups=2, constant_groups=2)
 
@@ -180,3 +180,8 @@ def test_a_single_trained_token_is_enough_for_a_run(tmp_path: Path) -> None:
     session.progress.trained_tokens = 0
     with pytest.raises(UntrainedRunError, match="none of its 5 batches"):
         steps.check_run(5)
+
+
+def test_a_batch_whose_groups_all_failed_says_so() -> None:
+    batch: Any = SimpleNamespace(groups=[], advantages_P=[])
+    assert "step 3: every group failed" in str(why_untrained(3, batch))
